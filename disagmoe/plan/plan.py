@@ -1,0 +1,93 @@
+"""Placement and Plan: where the layers live, and everything needed to run them.
+
+A Plan is what a system hands to the simulator, the executor and the report: a
+Layout (which worker holds which layer, how many GPUs and NICs a worker has, how
+the batch is cut, which transport carries the tokens) and the Program itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from disagmoe.plan.program import Program
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A symmetric group of GPUs that all run the same streams.
+
+    `pool` is "A" (attention only), "F" (experts only) or "AF" (colocated).
+    `gpus` counts the GPUs of the group, `nodes` the nodes they lie on, and
+    `nic_gbs` is the NIC bandwidth one GPU of the group owns (GB/s, each way).
+    """
+
+    name: str
+    pool: str
+    gpus: int
+    nodes: int
+    nic_gbs: float
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which worker holds what. All tuples are indexed by layer."""
+
+    workers: tuple[Worker, ...]
+    attn: tuple[int, ...]
+    ffn: tuple[int, ...]
+    embed: int
+    head: int
+    replicas: int = 1  # copies of the whole set of workers (dp of the ring)
+
+    @property
+    def disaggregated(self) -> bool:
+        """True where attention and experts live on different workers."""
+        return any(w.pool != "AF" for w in self.workers)
+
+    @property
+    def gpus_used(self) -> int:
+        return self.replicas * sum(w.gpus for w in self.workers)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How the global batch is cut: sequences per attention rank and micro-batch."""
+
+    microbatches: int
+    sequences: int  # per attention rank and micro-batch
+    data_ranks: int  # ranks that hold the same attention layer and take different sequences
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A Plan without its Program: enough to bound memory and time from below.
+
+    `ep` ranks share the experts of a layer. `transport` names who carries
+    dispatch and combine ("nccl", "deepep", "m2n_rdma"); `merge` says how copies
+    of one token are merged ("none", "rank", "node"). `chunks` is the number of
+    sub-operator splits of dispatch, experts and combine. `capacity_padded`
+    systems (Tutel) move and compute the maximum load, not the mean. `options`
+    holds the system's own choices (order, virtual stages, ...) for its program
+    generator; `details` is what a table prints.
+    """
+
+    system: str
+    variant: str
+    placement: Placement
+    batch: Batch
+    ep: int
+    transport: str
+    merge: str
+    chunks: int = 1
+    capacity_padded: bool = False
+    options: Mapping[str, str | int | float] = field(default_factory=dict)
+    details: Mapping[str, str | int | float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to run one training step of one model on one cluster."""
+
+    layout: Layout
+    program: Program

@@ -1,0 +1,104 @@
+"""Program: which worker runs which operation on which stream, in which order.
+
+A Program is data. It holds no durations and no dependencies: durations come
+from the cost model (`plan/pricing.py`), dependencies follow from the operations
+themselves (`plan/dependencies.py`). The same Program is drawn, verified,
+simulated and executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disagmoe.ops import Kind, Op, Phase, Stream
+
+IntArray = NDArray[np.int32]
+
+
+class Row(NamedTuple):
+    """One line of a Program before it is packed into columns.
+
+    A transfer between workers is two rows of one Op: the sender's on a send
+    stream and the receiver's on a receive stream, each naming the other in
+    `peer`. A collective inside a worker is one row (peer -1).
+    """
+
+    worker: int
+    stream: Stream
+    op: Op
+    peer: int = -1
+    pair: int = -1
+
+
+COLUMNS = ("worker", "stream", "kind", "phase", "layer", "microbatch", "chunk", "replica", "peer", "pair")
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Ordered operations of every stream of every worker, as integer columns.
+
+    Rows are grouped by (worker, stream); inside a group their order is the
+    execution order. `n_layers` counts layers (virtual stages in a stage-level
+    Program), `n_chunks` the sub-operator splits every chunked operation has.
+    All columns are int32 arrays of shape [rows].
+    """
+
+    n_workers: int
+    n_layers: int
+    n_microbatches: int
+    n_chunks: int
+    worker: IntArray
+    stream: IntArray
+    kind: IntArray
+    phase: IntArray
+    layer: IntArray
+    microbatch: IntArray
+    chunk: IntArray
+    replica: IntArray
+    peer: IntArray
+    pair: IntArray
+
+    def __len__(self) -> int:
+        return int(self.worker.shape[0])
+
+    def op(self, row: int) -> Op:
+        """The operation of one row, as a value."""
+        return Op(
+            Kind(self.kind[row]),
+            Phase(self.phase[row]),
+            int(self.layer[row]),
+            int(self.microbatch[row]),
+            int(self.chunk[row]),
+            int(self.replica[row]),
+        )
+
+    def rows(self) -> Iterator[Row]:
+        """Every row as a value, in storage order."""
+        for i in range(len(self)):
+            yield Row(int(self.worker[i]), Stream(self.stream[i]), self.op(i), int(self.peer[i]), int(self.pair[i]))
+
+    def stream_rows(self, worker: int, stream: Stream) -> NDArray[np.intp]:
+        """Row indices of one stream, in execution order."""
+        return np.flatnonzero((self.worker == worker) & (self.stream == int(stream)))
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Row], *, n_workers: int, n_layers: int, n_microbatches: int, n_chunks: int = 1) -> Program:
+        """Pack rows given in any stream order; order within a stream is kept."""
+        table = np.array(
+            [(r.worker, r.stream, *r.op, r.peer, r.pair) for r in rows],
+            dtype=np.int32,
+        ).reshape(len(rows), len(COLUMNS))
+        return cls.from_table(table, n_workers=n_workers, n_layers=n_layers, n_microbatches=n_microbatches, n_chunks=n_chunks)
+
+    @classmethod
+    def from_table(cls, table: IntArray, *, n_workers: int, n_layers: int, n_microbatches: int, n_chunks: int = 1) -> Program:
+        """Pack an int array [rows, len(COLUMNS)]; a stable sort groups the streams."""
+        order = np.argsort(table[:, 0].astype(np.int64) * len(Stream) + table[:, 1], kind="stable")
+        packed = np.ascontiguousarray(table[order].T.astype(np.int32))
+        columns = dict(zip(COLUMNS, packed, strict=True))
+        return cls(n_workers=n_workers, n_layers=n_layers, n_microbatches=n_microbatches, n_chunks=n_chunks, **columns)

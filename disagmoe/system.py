@@ -1,0 +1,69 @@
+"""The System protocol: what a system under test must offer.
+
+A system (DisagMoE, Megatron-1F1B, Tutel, yours) is a planner. It lists the
+candidates of its own search space, lays each of them out on the cluster, and
+turns a layout into a Program. It never simulates, times or draws: the harness
+does that alike for every system.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from disagmoe.plan.plan import Layout
+from disagmoe.plan.program import Program
+from disagmoe.specs.cluster import ClusterSpec
+from disagmoe.specs.model import ModelSpec
+from disagmoe.specs.workload import Workload
+
+Candidate = Mapping[str, str | int | float]
+"""One point of a system's search space, e.g. {"pp": 8, "virtual": 2, "micro_batch": 1}."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What every system is given: the model, the cluster, the batch and the transport.
+
+    `transport` and `merge` are resolved by the view ("native" or "uniform")
+    before a system sees them. `ep` is the expert-parallel size asked for.
+    """
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    workload: Workload
+    transport: str
+    merge: str
+    ep: int = 16
+
+
+class NotApplicable(Exception):
+    """A system cannot run this problem; the message is the reason shown in the table."""
+
+
+@runtime_checkable
+class System(Protocol):
+    """A planner. Implementations are frozen dataclasses whose fields are the user's options."""
+
+    @property
+    def name(self) -> str:
+        """Registry name and row label, e.g. "megatron_1f1b"."""
+        ...
+
+    @property
+    def native_transport(self) -> str:
+        """Transport of this system in the `native` view: "nccl", "deepep" or "m2n_rdma"."""
+        ...
+
+    def candidates(self, problem: Problem) -> Iterable[Candidate]:
+        """The search space, in a fixed order. Raises NotApplicable with the reason."""
+        ...
+
+    def layout(self, problem: Problem, candidate: Candidate) -> Layout:
+        """Place one candidate on the cluster. Raises NotApplicable where it cannot be placed."""
+        ...
+
+    def program(self, problem: Problem, layout: Layout) -> Program:
+        """The ordered operations of a layout."""
+        ...
