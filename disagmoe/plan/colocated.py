@@ -1,0 +1,101 @@
+"""Decides the layer-level Program of a colocated pipeline (attention and experts on one worker).
+
+Worker r is pipeline rank r; virtual stage s = chunk * p + r holds a contiguous
+run of layers. Nothing of the expert-parallel exchange is hidden behind another
+micro-batch: this is Megatron-LM's interleaved 1F1B without EP overlap, and, with
+`chunks` > 1, Tutel's overlap of the exchange with the experts of the same layer
+(https://github.com/microsoft/Tutel, tutel/impls/overlap.py: all scatters are
+enqueued before the first gather; the backward is the mirror, last chunk first).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from disagmoe.ops import Kind, Phase, Stream
+from disagmoe.plan.expand import Cell, TailRow, Template, TemplateKey, expand, step_tail
+from disagmoe.plan.orders import interleaved
+from disagmoe.plan.program import Program
+
+
+def colocated_program(
+    *, p: int, v: int, m: int, group: int | None, stage_layers: Sequence[Sequence[int]], moe: Sequence[bool], chunks: int = 1
+) -> Program:
+    """The Program of one training step.
+
+    `stage_layers[s]` are the layers of virtual stage s (contiguous, at least one),
+    `moe[l]` says whether layer l has experts; a dense layer has no exchange and
+    one FFN. `group` is the interleaved order's micro-batch group (None: p),
+    `chunks` the split of dispatch, experts and combine.
+
+    Transfers between stages: P2P F of layer l carries the output of layer l on
+    SEND/RECV, P2P B of layer l its gradient back on SEND_B/RECV_B (a process
+    group per direction). The receive is posted in consumption order.
+    """
+    _check(p, v, stage_layers, moe, chunks)
+    orders = interleaved(p, v, m, group)
+    templates: dict[TemplateKey, Template] = {}
+    for s, layers in enumerate(stage_layers):
+        c, r = divmod(s, p)
+        templates[r, Phase.F, c] = _forward(s, p, len(stage_layers), layers, moe, chunks)
+        templates[r, Phase.B, c] = _backward(s, p, len(stage_layers), layers, moe, chunks)
+    tail: list[TailRow] = []
+    for r in range(p):
+        held = {c: stage_layers[c * p + r] for c in range(v)}
+        tail += step_tail(r, orders[r], held, shared=r in (0, p - 1))
+    table = expand(orders, templates, tail)
+    return Program.from_table(table, n_workers=p, n_layers=len(moe), n_microbatches=m, n_chunks=chunks)
+
+
+def _forward(s: int, p: int, stages: int, layers: Sequence[int], moe: Sequence[bool], chunks: int) -> list[Cell]:
+    cells: list[Cell] = []
+    if s == 0:
+        cells.append(Cell(Stream.COMPUTE, Kind.EMBED, Phase.F, -1))
+    elif p > 1:
+        cells.append(Cell(Stream.RECV, Kind.P2P, Phase.F, layers[0] - 1, peer=(s - 1) % p))
+    for layer in layers:
+        cells.append(Cell(Stream.COMPUTE, Kind.ATTN, Phase.F, layer))
+        cells += _moe(layer, Phase.F, range(chunks)) if moe[layer] else [Cell(Stream.COMPUTE, Kind.FFN, Phase.F, layer)]
+    if s == stages - 1:
+        cells.append(Cell(Stream.COMPUTE, Kind.HEAD, Phase.F, -1))
+    elif p > 1:
+        cells.append(Cell(Stream.SEND, Kind.P2P, Phase.F, layers[-1], peer=(s + 1) % p))
+    return cells
+
+
+def _backward(s: int, p: int, stages: int, layers: Sequence[int], moe: Sequence[bool], chunks: int) -> list[Cell]:
+    cells: list[Cell] = []
+    if s == stages - 1:
+        cells.append(Cell(Stream.COMPUTE, Kind.HEAD, Phase.B, -1))
+    elif p > 1:
+        cells.append(Cell(Stream.RECV_B, Kind.P2P, Phase.B, layers[-1], peer=(s + 1) % p))
+    for layer in reversed(layers):
+        last_first = range(chunks - 1, -1, -1)
+        cells += _moe(layer, Phase.B, last_first) if moe[layer] else [Cell(Stream.COMPUTE, Kind.FFN, Phase.B, layer)]
+        cells.append(Cell(Stream.COMPUTE, Kind.ATTN, Phase.B, layer))
+    if s == 0:
+        cells.append(Cell(Stream.COMPUTE, Kind.EMBED, Phase.B, -1))
+    elif p > 1:
+        cells.append(Cell(Stream.SEND_B, Kind.P2P, Phase.B, layers[0] - 1, peer=(s - 1) % p))
+    return cells
+
+
+def _moe(layer: int, phase: Phase, order: range) -> list[Cell]:
+    """Exchange, experts, exchange of one layer: all first exchanges are queued before any second."""
+    first, second = (Kind.DISPATCH, Kind.COMBINE) if phase == Phase.F else (Kind.COMBINE, Kind.DISPATCH)
+    return (
+        [Cell(Stream.COLL, first, phase, layer, c) for c in order]
+        + [Cell(Stream.COMPUTE, Kind.FFN, phase, layer, c) for c in order]
+        + [Cell(Stream.COLL, second, phase, layer, c) for c in order]
+    )
+
+
+def _check(p: int, v: int, stage_layers: Sequence[Sequence[int]], moe: Sequence[bool], chunks: int) -> None:
+    if len(stage_layers) != p * v:
+        raise ValueError(f"stage_layers has {len(stage_layers)} stages; p*v = {p}*{v} = {p * v} are needed")
+    if any(len(s) == 0 for s in stage_layers):
+        raise ValueError(f"{len(moe)} layers leave a stage empty; each of the p*v = {p}*{v} = {p * v} stages needs at least one")
+    if [layer for s in stage_layers for layer in s] != list(range(len(moe))):
+        raise ValueError(f"stage_layers must list layers 0..{len(moe) - 1} once each, in order, over the p*v = {p * v} stages")
+    if chunks < 1:
+        raise ValueError(f"chunks = {chunks}: the overlap degree must be at least 1")
