@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from disagmoe.cost.model import CostModel
 from disagmoe.plan.plan import Layout
 from disagmoe.plan.program import Program
 from disagmoe.specs.cluster import ClusterSpec
@@ -27,15 +28,18 @@ class Problem:
     """What every system is given: the model, the cluster, the batch and the transport.
 
     `transport` and `merge` are resolved by the view ("native" or "uniform")
-    before a system sees them. `ep` is the expert-parallel size asked for.
+    before a system sees them. `ep` is the expert-parallel size asked for, None
+    where the system may choose. `costs` prices operations, for planners that
+    balance layers over stages; it holds the calibration.
     """
 
     model: ModelSpec
     cluster: ClusterSpec
     workload: Workload
+    costs: CostModel
     transport: str
     merge: str
-    ep: int = 16
+    ep: int | None = 16
 
 
 class NotApplicable(Exception):
@@ -57,7 +61,15 @@ class System(Protocol):
         ...
 
     def candidates(self, problem: Problem) -> Iterable[Candidate]:
-        """The search space, in a fixed order. Raises NotApplicable with the reason."""
+        """The search space, in a fixed order. Raises NotApplicable with the reason.
+
+        A candidate may carry an integer "tier": the tuner looks at a higher tier
+        only when nothing of the lower ones fits in memory.
+        """
+        ...
+
+    def refinements(self, problem: Problem, candidate: Candidate) -> Iterable[Candidate]:
+        """Variations of a good candidate, tried in a second round (may be empty)."""
         ...
 
     def layout(self, problem: Problem, candidate: Candidate) -> Layout:

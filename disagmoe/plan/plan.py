@@ -67,7 +67,9 @@ class Layout:
     dispatch and combine ("nccl", "deepep", "m2n_rdma"); `merge` says how copies
     of one token are merged ("none", "rank", "node"). `chunks` is the number of
     sub-operator splits of dispatch, experts and combine. `capacity_padded`
-    systems (Tutel) move and compute the maximum load, not the mean. `options`
+    systems (Tutel) move and compute the maximum load, not the mean. With
+    `serial_exchange` nothing can run beside dispatch and combine, which gives
+    the tuner a sharper lower bound. `options`
     holds the system's own choices (order, virtual stages, ...) for its program
     generator; `details` is what a table prints.
     """
@@ -81,6 +83,7 @@ class Layout:
     merge: str
     chunks: int = 1
     capacity_padded: bool = False
+    serial_exchange: bool = False
     options: Mapping[str, str | int | float] = field(default_factory=dict)
     details: Mapping[str, str | int | float] = field(default_factory=dict)
 

@@ -1,0 +1,158 @@
+"""What all colocated pipelines share: how a problem is cut into pp x data ranks.
+
+World = pp x D (tp = cp = 1). The D ranks of a pipeline stage take different
+sequences; expert parallelism divides them (EP must divide D), it is no factor of
+the world size. Layers are dealt to virtual stages with the output head counted
+as load, so that no baseline loses to an unlucky split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+
+from disagmoe.cost.model import CostModel
+from disagmoe.ops import Kind, Phase
+from disagmoe.plan.colocated import colocated_program
+from disagmoe.plan.plan import Batch, Layout, Placement, Worker
+from disagmoe.plan.pricing import LayoutCosts
+from disagmoe.plan.program import Program
+from disagmoe.plan.split import split_layers
+from disagmoe.system import Candidate, NotApplicable, Problem
+
+VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
+MICRO_BATCHES = (1, 2, 4, 8)
+
+
+def expert_parallel(problem: Problem) -> int:
+    """The EP size asked for, or the largest the cluster and the model allow."""
+    return min(problem.ep or 16, problem.cluster.gpus, problem.model.experts)
+
+
+def colocated_candidates(
+    problem: Problem, *, pp: int | None, virtual: int | None, group: int | None
+) -> Iterator[dict[str, str | int | float]]:
+    """(pp, virtual stages, micro-batch) with EP dividing the data ranks of a stage."""
+    world, ep = problem.cluster.gpus, expert_parallel(problem)
+    depths = [d for d in range(1, world + 1) if world % d == 0 and (world // d) % ep == 0 and d <= problem.model.layers]
+    if pp is not None:
+        if pp not in depths:
+            allowed = ", ".join(map(str, depths)) or "none"
+            raise NotApplicable(f"pp={pp}: pp must divide {world} GPUs, leave a multiple of EP {ep}; allowed: {allowed}")
+        depths = [pp]
+    if not depths:
+        raise NotApplicable(f"no pipeline depth divides {world} GPUs into multiples of EP {ep}")
+    for depth in depths:
+        most = problem.model.layers // depth
+        for v in (virtual,) if virtual else [v for v in VIRTUAL_STAGES if v <= most and (depth > 1 or v == 1)]:
+            for b in micro_batches(problem, world // depth):
+                yield {"pp": depth, "virtual": v, "micro_batch": b, "group": group or depth}
+
+
+def micro_batches(problem: Problem, data_ranks: int) -> list[int]:
+    """Sequences per attention rank and micro-batch that the tuner tries."""
+    if problem.workload.micro_batch is not None:
+        return [problem.workload.micro_batch]
+    most = max(1, problem.workload.global_batch // data_ranks)
+    return [b for b in MICRO_BATCHES if b <= most]
+
+
+def colocated_layout(
+    problem: Problem,
+    candidate: Candidate,
+    *,
+    system: str,
+    variant: str = "",
+    chunks: int = 1,
+    capacity_padded: bool = False,
+) -> Layout:
+    """Place a candidate: one worker per pipeline rank, layers dealt to its virtual stages."""
+    p, v, b = int(candidate["pp"]), int(candidate["virtual"]), int(candidate["micro_batch"])
+    cluster, model = problem.cluster, problem.model
+    data_ranks = cluster.gpus // p
+    batch = Batch(ceil(problem.workload.global_batch / (b * data_ranks)), b, data_ranks)
+    ep = expert_parallel(problem)
+    nodes = max(1, -(-data_ranks // cluster.gpus_per_node))
+    worker = Worker("P", "AF", data_ranks, nodes, cluster.nic_gbs_per_gpu())
+
+    def layout(stages: tuple[tuple[int, ...], ...]) -> Layout:
+        owner = [0] * model.layers
+        for stage, layers in enumerate(stages):
+            for layer in layers:
+                owner[layer] = stage % p
+        placement = Placement(
+            workers=tuple(Worker(f"P{r}", "AF", worker.gpus, worker.nodes, worker.nic_gbs) for r in range(p)),
+            attn=tuple(owner),
+            ffn=tuple(owner),
+            embed=0,
+            head=p - 1,
+        )
+        group = int(candidate["group"])
+        return Layout(
+            system=system,
+            variant=variant,
+            placement=placement,
+            batch=batch,
+            ep=ep,
+            transport=problem.transport,
+            merge=problem.merge,
+            chunks=chunks,
+            capacity_padded=capacity_padded,
+            serial_exchange=chunks == 1,
+            options={"pp": p, "virtual": v, "group": group, "stages": ",".join(str(len(s)) for s in stages)},
+            details={
+                "pp": p,
+                "virtual_stages": v,
+                "dp": data_ranks,
+                "ep": ep,
+                "micro_batch": b,
+                "group": group,
+                "layers_per_stage": f"{min(map(len, stages))}-{max(map(len, stages))}",
+            },
+        )
+
+    try:
+        even = layout(split_layers(model.layers, p, v))
+    except ValueError as reason:
+        raise NotApplicable(str(reason)) from reason
+    head, embed = end_loads(even, problem.costs)
+    return layout(split_layers(model.layers, p, v, head_load=head, embed_load=embed))
+
+
+def end_loads(layout: Layout, costs: CostModel) -> tuple[float, float]:
+    """Time of the output head and of the embedding, in units of a mean layer's."""
+    prices = LayoutCosts(layout, costs)
+    model = costs.model
+
+    def seconds(kind: Kind, layer: int = -1) -> float:
+        return sum(prices.op(kind, phase, layer).seconds for phase in (Phase.F, Phase.B))
+
+    layer_s = 0.0
+    for layer in range(model.layers):
+        layer_s += seconds(Kind.ATTN, layer) + layout.chunks * seconds(Kind.FFN, layer)
+        # With chunks part of the exchange hides behind the experts; half is a fair weight for balancing.
+        exposed = 1.0 if layout.chunks == 1 else 0.5 * layout.chunks
+        layer_s += exposed * (seconds(Kind.DISPATCH, layer) + seconds(Kind.COMBINE, layer))
+    mean = layer_s / model.layers
+    return seconds(Kind.HEAD) / mean, seconds(Kind.EMBED) / mean
+
+
+def stages_of(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """Contiguous layers of each virtual stage, from the layout's own counts."""
+    counts = [int(c) for c in str(layout.options["stages"]).split(",")]
+    bounds = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    return tuple(tuple(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False))
+
+
+def pipeline_program(problem: Problem, layout: Layout) -> Program:
+    """The interleaved 1F1B Program of a colocated layout, chunked where the layout says so."""
+    model = problem.model
+    return colocated_program(
+        p=int(layout.options["pp"]),
+        v=int(layout.options["virtual"]),
+        m=layout.batch.microbatches,
+        group=int(layout.options["group"]),
+        stage_layers=stages_of(layout),
+        moe=[model.is_moe(layer) for layer in range(model.layers)],
+        chunks=layout.chunks,
+    )

@@ -1,0 +1,5 @@
+"""Planners of our own system."""
+
+from disagmoe.systems.disagmoe import DisagMoE
+
+__all__ = ["DisagMoE"]
