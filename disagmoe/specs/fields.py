@@ -36,50 +36,50 @@ def check_keys(mapping: Mapping[str, object], allowed: Iterable[str], required: 
 
 def as_int(value: object, what: str) -> int:
     """An integer as such: neither a bool nor a string nor a fraction."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{what} must be an integer, got {value!r}")
-    return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise ValueError(f"{what} must be an integer, got {value!r}")
 
 
 def as_float(value: object, what: str) -> float:
     """A finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{what} must be a finite number, got {value!r}")
-    return float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf:
+        return float(value)
+    raise ValueError(f"{what} must be a finite number, got {value!r}")
 
 
 def as_bool(value: object, what: str) -> bool:
     """true or false, not a number or a word standing for one."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{what} must be true or false, got {value!r}")
-    return value
+    if isinstance(value, bool):
+        return value
+    raise ValueError(f"{what} must be true or false, got {value!r}")
 
 
 def as_str(value: object, what: str) -> str:
     """A non-empty string."""
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{what} must be a non-empty string, got {value!r}")
-    return value
+    if isinstance(value, str) and value.strip():
+        return value
+    raise ValueError(f"{what} must be a non-empty string, got {value!r}")
 
 
 def as_list(value: object, what: str) -> list[object]:
     """A list (or tuple), returned as a list."""
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"{what} must be a list, got {value!r}")
-    return list(value)
+    if isinstance(value, list | tuple):
+        return list(value)
+    raise ValueError(f"{what} must be a list, got {value!r}")
 
 
 def as_mapping(value: object, what: str) -> Mapping[str, object]:
     """A mapping with string keys."""
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise ValueError(f"{what} must be a mapping of named values, got {value!r}")
-    return cast(Mapping[str, object], value)
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return cast(Mapping[str, object], value)
+    raise ValueError(f"{what} must be a mapping of named values, got {value!r}")
 
 
 def require_positive(what: str, **values: float) -> None:
     """Raise ValueError unless every value is finite and above zero."""
     for key, value in values.items():
-        if isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        if isinstance(value, bool) or not 0 < value < math.inf:
             raise ValueError(f"{what}: {key} must be positive, got {value!r}")
 
 

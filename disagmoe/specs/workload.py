@@ -23,15 +23,13 @@ _UNITS = {None: 1, "k": 1024, "m": 1024**2}
 _ALLOWED = "allowed: a positive integer such as 4096, 32_768, 1e4, 32k or 1.5k (k = 1024, m = 1024k)"
 
 
-def parse_size(value: str | int | float, what: str = "size") -> int:
+def parse_size(value: str | float, what: str = "size") -> int:
     """A positive whole number from the spellings people use.
 
     `32k`, `32K`, `32768`, `32_768` and `32768.0` are all 32,768; `1e4` is 10,000
     and `1.5k` is 1,536. Zero, negative and fractional sizes, other units and
     hexadecimal raise ValueError, as does anything above 2**40.
     """
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"{what}={value!r} is no size; {_ALLOWED}")
     exact = _exact(value)
     if exact is None or exact.denominator != 1 or exact <= 0:
         raise ValueError(f"{what}={value!r} is no size; {_ALLOWED}")
@@ -40,15 +38,17 @@ def parse_size(value: str | int | float, what: str = "size") -> int:
     return int(exact)
 
 
-def _exact(value: str | int | float) -> Fraction | None:
+def _exact(value: str | float) -> Fraction | None:
     """The number that `value` spells, without rounding; None where it spells none."""
-    if not isinstance(value, str):
-        return Fraction(value) if math.isfinite(value) else None
+    if isinstance(value, int | float):
+        return Fraction(value) if -math.inf < value < math.inf and not isinstance(value, bool) else None
+    if not isinstance(value, str):  # reached from untyped callers: null, lists
+        return None
     match = _SIZE.fullmatch(value.strip().lower())
     if match is None:
         return None
-    number = Fraction(match["number"].replace("_", ""))
-    return number * 10 ** int(match["exponent"] or 0) * _UNITS[match["unit"]]
+    scale: int = 10 ** int(match["exponent"] or 0) * _UNITS[match["unit"]]
+    return Fraction(match["number"].replace("_", "")) * scale
 
 
 def default_global_batch(seq: int) -> int:
