@@ -1,0 +1,46 @@
+"""How many distinct ranks or nodes the experts of one token lie on.
+
+Decides how far copies of a token can be merged. Routing is taken as uniform over
+the experts, or, for models that route within the best `topk_group` of `n_group`
+expert groups, uniform over the experts of the chosen groups, each of which gets
+at least one copy (they are chosen because they hold high scores).
+Formulas: DeepSeek-V3 (arXiv 2412.19437, node-limited routing) and elementary
+hypergeometric counting.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import comb
+
+
+@cache
+def distinct_units(experts: int, top_k: int, units: int, n_group: int = 1, topk_group: int = 1) -> float:
+    """Expected number of units (ranks or nodes) that hold at least one expert of a token.
+
+    `experts` lie in contiguous, near-equal blocks on `units` units. Between 1
+    and min(top_k, units).
+    """
+    if units < 1 or not 1 <= top_k <= experts:
+        raise ValueError(f"cannot place top-{top_k} of {experts} experts on {units} ranks; allowed: 1 <= top-k <= experts")
+    grouped = topk_group < n_group and (units % n_group == 0 or n_group % units == 0)
+    if not grouped:
+        return _uniform(experts, top_k, units)
+    if units <= n_group:
+        # A unit holds whole groups; every chosen group is hit.
+        per_unit = n_group // units
+        return min(float(top_k), units * (1.0 - _missed(n_group, per_unit, topk_group)))
+    # A group spans several units; the copies spread over the units of the chosen groups.
+    chosen = units // n_group * topk_group
+    return max(float(min(topk_group, top_k)), _uniform(experts // n_group * topk_group, top_k, chosen))
+
+
+def _uniform(experts: int, top_k: int, units: int) -> float:
+    """Expected distinct units under uniform routing; uneven blocks differ by one expert."""
+    small, larger = divmod(experts, units)
+    return larger * (1.0 - _missed(experts, small + 1, top_k)) + (units - larger) * (1.0 - _missed(experts, small, top_k))
+
+
+def _missed(total: int, block: int, drawn: int) -> float:
+    """Probability that `drawn` of `total` without replacement all miss a block of `block`."""
+    return comb(total - block, drawn) / comb(total, drawn)

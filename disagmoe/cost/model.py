@@ -1,0 +1,259 @@
+"""CostModel: what one operation of one model costs on one GPU of one cluster.
+
+Decides what belongs to an operation and combines the formulas of `compute`,
+`network` and `copies` under a calibration. Seconds and bytes only: which
+operations run where and when is the plan's and the simulator's business.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from disagmoe.cost import compute as work
+from disagmoe.cost.calibration import TRANSPORTS, Calibration, Contention
+from disagmoe.cost.compute import BF16, Compute, Gemm
+from disagmoe.cost.copies import distinct_units
+from disagmoe.cost.network import Copies, GpuGroup, Network, Transfer, check_merge, colocated_copies
+from disagmoe.ops import Phase
+from disagmoe.specs import ClusterSpec, ModelSpec, Workload, device
+
+
+class CostModel:
+    """Prices of one (model, cluster, calibration, workload); all results are cached per instance."""
+
+    def __init__(self, model: ModelSpec, cluster: ClusterSpec, calibration: Calibration, workload: Workload) -> None:
+        self.model = model
+        self.cluster = cluster
+        self.calibration = calibration
+        self.workload = workload
+        self._compute = Compute(calibration.rates, device(cluster.device))
+        self._network = Network(calibration.rates, cluster.nvlink_gbs, cluster.spine_oversubscription)
+        self._attention = cache(self._attention_s)
+        self._ffn = cache(self._ffn_s)
+        self._exchange = cache(self._exchange_of)
+        self._pools = cache(self._m2n_of)
+
+    # Compute: seconds on one GPU.
+
+    def embed(self, phase: Phase, tokens: float) -> float:
+        """Look up `tokens` rows; backward adds them to the fp32 gradient (phase W, nothing in I)."""
+        moved = {Phase.F: 2 * BF16, Phase.I: 0, Phase.W: BF16 + work.MAIN_GRAD}
+        total = 0.0
+        for part in work.phases(phase):
+            nbytes = tokens * self.model.hidden * moved[part]
+            total += self._compute.seconds([self._compute.pointwise(nbytes)]) if nbytes else 0.0
+        return total
+
+    def attention(self, layer: int, phase: Phase, sequences: float) -> float:
+        """Norms, projections, rotary, scores, residual, router and permutation of `sequences` sequences."""
+        return self._attention(self.model.is_moe(layer), self.model.window(layer), phase, float(sequences))
+
+    def ffn(self, layer: int, phase: Phase, *, home_tokens: float, rows: float, local_experts: float) -> float:
+        """Experts on `rows` token-expert rows over `local_experts` experts, and what home ranks do.
+
+        `rows` includes imbalance (0 in a dense layer). `home_tokens` are the
+        tokens whose shared expert or dense MLP, sum of copies and residual this
+        GPU computes.
+        """
+        return self._ffn(self.model.is_moe(layer), phase, float(home_tokens), float(rows), float(local_experts))
+
+    def head(self, phase: Phase, tokens: float, vocab_shards: int = 1) -> float:
+        """Final norm, output GEMM and cross entropy over 1 / `vocab_shards` of the vocabulary.
+
+        The loss runs in chunks of tokens that keep the GEMM saturated; logits are
+        bf16, read once forward and turned into their gradient in place backward.
+        """
+        if vocab_shards < 1:
+            raise ValueError(f"vocab_shards must be at least 1, got {vocab_shards}")
+        vocab = -(-self.model.vocab // vocab_shards)
+        gemm = Gemm(float(tokens), self.model.hidden, vocab)
+        total = 0.0
+        for part in work.phases(phase):
+            kernels = [self._compute.gemm(gemm, part)]
+            if part is not Phase.W:
+                logits = tokens * vocab * BF16
+                norm = tokens * 2.0 * self.model.hidden * BF16
+                kernels += [
+                    self._compute.pointwise(logits if part is Phase.F else 2.0 * logits),
+                    self._compute.pointwise(norm if part is Phase.F else norm * work.POINTWISE_BACKWARD),
+                ]
+            total += self._compute.seconds(kernels)
+        return total
+
+    def optimizer(self, params_updated: float) -> float:
+        """Adam on `params_updated` parameters (this GPU's shard), bound by HBM."""
+        return self._compute.seconds([self._compute.pointwise(params_updated * work.ADAM_BYTES)])
+
+    # Network: seconds and bytes of one transfer.
+
+    def all_to_all(
+        self,
+        *,
+        tokens: float,
+        ep: int,
+        nodes: int,
+        transport: str,
+        merge: str,
+        nic_gbs: float,
+        phase: Phase,
+        combine: bool,
+        volume_factor: float = 1.0,
+    ) -> Transfer:
+        """Expert-parallel exchange of a colocated group of `ep` ranks on `nodes` nodes.
+
+        `tokens` per rank. `volume_factor` >= 1 is the fullest rank's share of the
+        mean (padding, routing skew); merged copies are capped at one per token and
+        unit. Dispatch and combine, forward and backward, move the same rows.
+        """
+        self._check_transport(transport)
+        return self._exchange(float(tokens), ep, nodes, merge, float(nic_gbs), float(volume_factor))
+
+    def m2n(
+        self,
+        *,
+        tokens: float,
+        senders: GpuGroup,
+        receivers: GpuGroup,
+        copies: str,
+        transport: str,
+        merge: str,
+        phase: Phase,
+        combine: bool,
+    ) -> Transfer:
+        """Exchange between an attention group (`senders`) and an expert group (`receivers`) on other nodes.
+
+        `tokens` per attention GPU. `copies` = "experts": a token goes to its top-k
+        experts; "one": to its home rank alone (dense layers). A forward dispatch
+        and a backward combine travel to the experts, the other two come back
+        pre-reduced, the same rows the other way. The slower of the sending NICs,
+        the receiving NICs and the NVLink fan-out sets the time.
+        """
+        self._check_transport(transport)
+        to_experts = combine == (phase not in (Phase.F, Phase.R))
+        ends = (senders.gpus, float(senders.nic_gbs), receivers.gpus, receivers.nodes, float(receivers.nic_gbs))
+        return self._pools(float(tokens), *ends, copies, merge, to_experts)
+
+    def p2p(self, *, tokens: float, nic_gbs: float, inter_node: bool) -> Transfer:
+        """Activations of `tokens` tokens from one GPU to its peer in the next stage."""
+        return self._network.p2p(tokens * self.model.hidden * BF16, nic_gbs, inter_node)
+
+    def reduce_scatter(self, *, nbytes: float, ranks: int, nodes: int, nic_gbs: float) -> Transfer:
+        """Ring reduce-scatter of a tensor of `nbytes` per rank; nothing for one rank."""
+        return self._network.ring(nbytes, ranks, nodes, nic_gbs, passes=1)
+
+    def all_gather(self, *, nbytes: float, ranks: int, nodes: int, nic_gbs: float) -> Transfer:
+        """Ring all-gather to a tensor of `nbytes` per rank; nothing for one rank."""
+        return self._network.ring(nbytes, ranks, nodes, nic_gbs, passes=1)
+
+    def all_reduce(self, *, nbytes: float, ranks: int, nodes: int, nic_gbs: float) -> Transfer:
+        """Ring all-reduce of a tensor of `nbytes` per rank; nothing for one rank."""
+        return self._network.ring(nbytes, ranks, nodes, nic_gbs, passes=2)
+
+    def contention(self, transport: str) -> Contention:
+        """Stretch factors of compute and transfer while they run side by side."""
+        self._check_transport(transport)
+        return self.calibration.contention[transport]
+
+    def distinct(self, units: int) -> float:
+        """Expected distinct units (ranks or nodes) among `units` that hold experts of one token."""
+        m = self.model
+        return distinct_units(m.experts, m.top_k, units, m.n_group, m.topk_group)
+
+    # What the caches hold.
+
+    def _attention_s(self, moe: bool, window: int | None, phase: Phase, sequences: float) -> float:
+        seq = self.workload.seq
+        tokens = sequences * seq
+        gemms = work.projections(self.model, tokens)
+        if moe:
+            gemms.append(Gemm(tokens, self.model.hidden, self.model.experts))
+        pointwise = work.attention_pointwise(self.model, moe, tokens)
+        total = 0.0
+        for part in work.phases(phase):
+            total += self._block_s(gemms, pointwise, part)
+            if part is not Phase.W:
+                total += self._compute.seconds([self._compute.scores(self.model, window, seq, sequences, part)])
+        return total
+
+    def _ffn_s(self, moe: bool, phase: Phase, home_tokens: float, rows: float, local_experts: float) -> float:
+        m = self.model
+        gemms: list[Gemm] = []
+        pointwise: list[float] = []
+        if home_tokens > 0.0:
+            width = m.shared_width if moe else m.dense_width
+            gemms += work.mlp(m.hidden, width, home_tokens) if width else []
+            pointwise += work.home_pointwise(m, moe, home_tokens)
+        if rows > 0.0:
+            if not (moe and local_experts > 0.0):
+                raise ValueError(f"{rows:g} expert rows need a MoE layer and at least one local expert")
+            gemms += work.mlp(m.hidden, m.expert_width, rows, local_experts, grouped=True)
+            pointwise += work.expert_pointwise(m, rows)
+        return sum(self._block_s(gemms, pointwise, part) for part in work.phases(phase))
+
+    def _block_s(self, gemms: list[Gemm], pointwise: list[float], part: Phase) -> float:
+        """GEMMs and memory-bound kernels of one block in phase F, I or W."""
+        kernels = [self._compute.gemm(gemm, part) for gemm in gemms]
+        if part is not Phase.W:
+            scale = 1.0 if part is Phase.F else work.POINTWISE_BACKWARD
+            kernels += [self._compute.pointwise(nbytes * scale) for nbytes in pointwise]
+        return self._compute.seconds(kernels)
+
+    def _exchange_of(self, tokens: float, ep: int, nodes: int, merge: str, nic_gbs: float, factor: float) -> Transfer:
+        if not 1 <= nodes <= ep:
+            raise ValueError(f"{ep} expert-parallel ranks cannot span {nodes} nodes; allowed: 1 to {ep}")
+        on_ranks, on_nodes = self.distinct(ep), self.distinct(nodes)
+        copies = colocated_copies(merge, ep, nodes, self.model.top_k, on_ranks, on_nodes)
+        nic, nvlink = self._skewed(merge, factor, ep / on_ranks, nodes / on_nodes)
+        copies = Copies(nic=copies.nic * nic, nvlink=copies.nvlink * nvlink)
+        return self._network.exchange(copies, tokens * self.model.hidden * BF16, nic_gbs)
+
+    def _m2n_of(
+        self,
+        tokens: float,
+        attention_gpus: int,
+        attention_nic_gbs: float,
+        expert_gpus: int,
+        expert_nodes: int,
+        expert_nic_gbs: float,
+        copies: str,
+        merge: str,
+        to_experts: bool,
+    ) -> Transfer:
+        check_merge(merge)
+        if copies not in ("experts", "one"):
+            raise ValueError(f"unknown copies {copies!r}; known: experts, one")
+        rows, fan_out, nic_skew, fan_skew = 1.0, 0.0, 1.0, 1.0
+        if copies == "experts":
+            on_ranks, on_nodes = self.distinct(expert_gpus), self.distinct(expert_nodes)
+            rows = {"none": float(self.model.top_k), "rank": on_ranks, "node": on_nodes}[merge]
+            fan_out = on_ranks if merge == "node" else 0.0
+            caps = (expert_gpus / on_ranks, expert_nodes / on_nodes)
+            nic_skew, fan_skew = self._skewed(merge, self.workload.skew, *caps)
+        token_bytes = tokens * self.model.hidden * BF16
+        at_attention = token_bytes * rows
+        per_expert_gpu = token_bytes * attention_gpus / expert_gpus
+        at_experts = per_expert_gpu * rows
+        nic_s = max(
+            at_attention / self._network.nic(attention_nic_gbs),
+            at_experts * nic_skew / self._network.nic(expert_nic_gbs),
+        )
+        nvlink_bytes = per_expert_gpu * fan_out * fan_skew
+        return self._network.timed(at_attention if to_experts else at_experts, nvlink_bytes, nic_s)
+
+    @staticmethod
+    def _skewed(merge: str, factor: float, rank_cap: float, node_cap: float) -> tuple[float, float]:
+        """Factors on the NIC and the NVLink rows of the fullest unit.
+
+        A merged unit receives at most one copy of every token, whatever the skew.
+        """
+        if factor < 1.0:
+            raise ValueError(f"volume_factor is max/mean load and at least 1, got {factor!r}")
+        if merge == "none":
+            return factor, factor
+        per_rank = min(factor, rank_cap)
+        return (per_rank if merge == "rank" else min(factor, node_cap)), per_rank
+
+    @staticmethod
+    def _check_transport(transport: str) -> None:
+        if transport not in TRANSPORTS:
+            raise ValueError(f"unknown transport {transport!r}; known: {', '.join(TRANSPORTS)}")
