@@ -52,10 +52,10 @@ class Rates:
     (mean of the query-key and the value width) runs at `attention_efficiency` x
     d / (d + `attention_dim_half`), and pays `attention_pad` / d keys more per
     query than the mask lets through (whole tiles are computed); its backward
-    runs at `attention_backward_ratio` of that. `launch_s` is paid per kernel.
+    runs at `attention_backward_ratio` of that. `launch_us` is paid per kernel.
     `nvlink_efficiency` and `nic_efficiency` (of the line rate in one direction)
     hold for an exchange of many peers, `ring_*` for a ring collective;
-    `transfer_alpha_s` is the latency of any transfer.
+    `transfer_alpha_us` is the latency of any transfer.
     """
 
     dense_gemm_efficiency: float
@@ -67,12 +67,12 @@ class Rates:
     attention_pad: float
     attention_backward_ratio: float
     hbm_efficiency: float
-    launch_s: float
+    launch_us: float
     nvlink_efficiency: float
     nic_efficiency: float
     ring_nvlink_efficiency: float
     ring_nic_efficiency: float
-    transfer_alpha_s: float
+    transfer_alpha_us: float
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def _number(name: str, value: object, what: str) -> Number:
 
 def _check(rates: Mapping[str, Number], stretch: Mapping[str, Mapping[str, Number]], what: str) -> None:
     for name, number in rates.items():
-        if number.value < 0.0 or (number.value == 0.0 and not name.endswith(("_half", "_pad", "_s"))):
+        if number.value < 0.0 or (number.value == 0.0 and not name.endswith(("_half", "_pad", "_us"))):
             raise ValueError(f"{what}: {name} must be positive, got {number.value!r}")
         if name.endswith(("_efficiency", "_ratio")) and number.value > 1.0:
             raise ValueError(f"{what}: {name} is a fraction of a peak and at most 1, got {number.value!r}")

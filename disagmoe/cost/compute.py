@@ -10,7 +10,7 @@ probabilities are recomputed), all in I; norms, rotary embedding and the like mo
 1.5 times their forward bytes in I and nothing worth counting in W. R repeats F,
 B is I and W. Causal masking halves the scores once, here: what a kernel computes
 beyond the mask is in `attention_pad`.
-Not modelled: biases, dropout, CUDA-graph effects, host time beyond `launch_s`.
+Not modelled: biases, dropout, CUDA-graph effects, host time beyond `launch_us`.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Compute:
     def __init__(self, rates: Rates, device: Device) -> None:
         self.rates = rates
         self.peak = device.peak_bf16_tflops * 1e12
+        self.launch_s = rates.launch_us * 1e-6
         self.hbm = device.hbm_gbs * 1e9 * rates.hbm_efficiency
 
     def seconds(self, kernels: list[Kernel]) -> float:
@@ -72,7 +73,7 @@ class Compute:
         total = 0.0
         for kernel in kernels:
             arithmetic = kernel.flops / (self.peak * kernel.efficiency)
-            total += max(arithmetic, kernel.nbytes / self.hbm) + self.rates.launch_s
+            total += max(arithmetic, kernel.nbytes / self.hbm) + self.launch_s
         return total
 
     def pointwise(self, nbytes: float) -> Kernel:
