@@ -1,0 +1,1 @@
+"""What ran when, where the time went, and the trace that shows it."""
