@@ -95,30 +95,37 @@ def build_graph(program: Program) -> Graph:
     Linear in rows up to sorting; no Python loop over them.
     """
     node, first_row, second_row = _nodes(program)
-    ops = _Ops(
-        *(
-            getattr(program, name)[first_row].astype(np.int64)
-            for name in ("kind", "phase", "layer", "microbatch", "chunk", "worker")
-        )
-    )
+    columns = ("kind", "phase", "layer", "microbatch", "chunk", "worker")
+    ops = _Ops(*(getattr(program, name)[first_row].astype(np.int64) for name in columns))
     edges = [_chain_edges(ops), *_recompute_edges(ops), _weight_edges(ops), *_step_end_edges(ops)]
-    src = np.concatenate([e[0] for e in edges])
-    dst = np.concatenate([e[1] for e in edges])
     n = first_row.shape[0]
-    # One int64 key per edge sorts by source, then destination: deterministic and fast.
-    key = np.sort(src * max(n, 1) + dst)
-    src, dst = np.divmod(key, max(n, 1))
-    succ_ptr = np.zeros(n + 1, dtype=np.int32)
-    np.cumsum(np.bincount(src, minlength=n), out=succ_ptr[1:])
+    succ_ptr, succ, indegree = compress_edges(
+        np.concatenate([e[0] for e in edges]), np.concatenate([e[1] for e in edges]), n
+    )
     return Graph(
         node=node,
         n_nodes=n,
         succ_ptr=succ_ptr,
-        succ=dst.astype(np.int32),
-        indegree=np.bincount(dst, minlength=n).astype(np.int32),
+        succ=succ,
+        indegree=indegree,
         first_row=first_row,
         second_row=second_row,
     )
+
+
+def compress_edges(src: LongArray, dst: LongArray, n_nodes: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Edge list to (succ_ptr, succ, indegree), sorted by source, then destination."""
+    # One int64 key per edge: sorting it is deterministic and faster than sorting pairs.
+    src, dst = np.divmod(np.sort(src * n_nodes + dst), max(n_nodes, 1))
+    succ_ptr = np.zeros(n_nodes + 1, dtype=np.int32)
+    np.cumsum(np.bincount(src, minlength=n_nodes), out=succ_ptr[1:])
+    return succ_ptr, dst.astype(np.int32), np.bincount(dst, minlength=n_nodes).astype(np.int32)
+
+
+def data_edges(graph: Graph) -> Edges:
+    """The data dependencies of a Graph as an edge list (from, to)."""
+    src = np.repeat(np.arange(graph.n_nodes, dtype=np.int64), np.diff(graph.succ_ptr))
+    return src, graph.succ.astype(np.int64)
 
 
 def pack_key(*columns: NDArray[np.integer]) -> LongArray:

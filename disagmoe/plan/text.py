@@ -84,8 +84,9 @@ def from_text(text: str) -> Program:
     for number, line in content[1:]:
         match = _LINE.fullmatch(line)
         if not match or match[2] not in Stream.__members__:
+            streams = ", ".join(Stream.__members__)
             raise ValueError(
-                f"line {number}: {line[:40]!r} is not 'w<worker> <stream>: <operations>', streams are {', '.join(Stream.__members__)}"
+                f"line {number}: {line[:40]!r} is not 'w<worker> <stream>: <operations>' on one of {streams}"
             )
         worker, stream = int(match[1]), Stream[match[2]]
         rows += [_row(worker, stream, token, number) for token in match[3].split()]
@@ -105,7 +106,7 @@ def stage_text(program: Program, stages: Sequence[int] | None = None) -> str:
     """
     if stages is not None and len(stages) != program.n_layers:
         raise ValueError(
-            f"stages has {len(stages)} entries, the program has {program.n_layers} layers: one stage per layer is needed"
+            f"stages has {len(stages)} entries for {program.n_layers} layers: one stage per layer is needed"
         )
     lines = []
     for worker in range(program.n_workers):
