@@ -304,3 +304,78 @@ def topological_sweep(succ_ptr: Ints, succ: Ints, indegree: Ints) -> Bools:
                 todo[n_todo] = succ[edge]
                 n_todo += 1
     return done
+
+
+@_jit
+def _most_urgent(
+    pending: Longs, n_pending: Longs, sending: Bools, receiving: Bools, home: Longs, turn: Longs
+) -> tuple[int, int]:
+    """The pending transfer between two idle streams whose receiver needs it first: (sender, position), or -1, -1.
+
+    Arguments as in `record_transfers`; `sending` and `receiving` [workers] say which streams are taken.
+    """
+    n_microbatches = turn.shape[1]
+    best, at_worker, at_position = np.iinfo(np.int64).max, -1, -1
+    for worker in range(n_pending.shape[0]):
+        if sending[worker]:
+            continue
+        for k in range(n_pending[worker]):
+            following, b = pending[worker, k] // n_microbatches + 1, pending[worker, k] % n_microbatches
+            if not receiving[home[following]] and turn[following, b] < best:
+                best, at_worker, at_position = turn[following, b], worker, k
+    return at_worker, at_position
+
+
+@_jit
+def record_transfers(
+    first: Longs, step: Longs, microbatch: Longs, home: Longs, n_microbatches: int
+) -> tuple[Longs, int]:
+    """Run a ring in lock-step, every action and every transfer one time slot, and record who sends when.
+
+    A micro-batch passes steps 0, 1, ... of the chain; step s runs on worker
+    home[s]. Worker w runs the actions first[w]:first[w + 1] in that order, of
+    which action i is step step[i] of micro-batch microbatch[i]. A product whose
+    next step is elsewhere is sent; in one slot a worker runs at most one action,
+    sends at most one product and receives at most one. Among the transfers that
+    could start, the one whose receiver has it earliest in its order goes first.
+
+    Returns the slot in which the product of each (step, micro-batch) was sent
+    ([steps, n_microbatches], -1 where it was not) and the number of actions that
+    never ran (0 unless the orders wait for each other).
+    """
+    n_workers, n_steps = first.shape[0] - 1, home.shape[0]
+    turn = np.zeros((n_steps, n_microbatches), np.int64)  # position in the order of its worker
+    most = 0
+    for worker in range(n_workers):
+        most = max(most, first[worker + 1] - first[worker])
+        for i in range(first[worker], first[worker + 1]):
+            turn[step[i], microbatch[i]] = i - first[worker]
+    ready = np.full((n_steps, n_microbatches), -1, np.int64)  # slot from which the input is there, -1: not yet
+    ready[0, :] = 0
+    sent = np.full((n_steps, n_microbatches), -1, np.int64)
+    pending, n_pending = np.empty((n_workers, most), np.int64), np.zeros(n_workers, np.int64)
+    at, left, slot, moved = first[:-1].copy(), first[n_workers], 0, True
+    while left > 0 and moved:
+        moved = False
+        sending, receiving = np.zeros(n_workers, np.bool_), np.zeros(n_workers, np.bool_)
+        worker, k = _most_urgent(pending, n_pending, sending, receiving, home, turn)
+        while worker >= 0:
+            s, b = pending[worker, k] // n_microbatches, pending[worker, k] % n_microbatches
+            n_pending[worker] -= 1
+            pending[worker, k : n_pending[worker]] = pending[worker, k + 1 : n_pending[worker] + 1].copy()
+            sending[worker] = receiving[home[s + 1]] = moved = True
+            sent[s, b], ready[s + 1, b] = slot, slot + 1
+            worker, k = _most_urgent(pending, n_pending, sending, receiving, home, turn)
+        for worker in range(n_workers):
+            i = at[worker]
+            if i == first[worker + 1] or not 0 <= ready[step[i], microbatch[i]] <= slot:
+                continue
+            s, b = step[i], microbatch[i]
+            at[worker], left, moved = i + 1, left - 1, True
+            if s + 1 < n_steps and home[s + 1] == worker:
+                ready[s + 1, b] = slot + 1
+            elif s + 1 < n_steps:
+                pending[worker, n_pending[worker]] = s * n_microbatches + b
+                n_pending[worker] += 1
+        slot += 1
+    return sent, left

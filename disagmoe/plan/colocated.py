@@ -19,7 +19,14 @@ from disagmoe.plan.program import Program
 
 
 def colocated_program(
-    *, p: int, v: int, m: int, group: int | None, stage_layers: Sequence[Sequence[int]], moe: Sequence[bool], chunks: int = 1
+    *,
+    p: int,
+    v: int,
+    m: int,
+    group: int | None,
+    stage_layers: Sequence[Sequence[int]],
+    moe: Sequence[bool],
+    chunks: int = 1,
 ) -> Program:
     """The Program of one training step.
 
@@ -94,8 +101,12 @@ def _check(p: int, v: int, stage_layers: Sequence[Sequence[int]], moe: Sequence[
     if len(stage_layers) != p * v:
         raise ValueError(f"stage_layers has {len(stage_layers)} stages; p*v = {p}*{v} = {p * v} are needed")
     if any(len(s) == 0 for s in stage_layers):
-        raise ValueError(f"{len(moe)} layers leave a stage empty; each of the p*v = {p}*{v} = {p * v} stages needs at least one")
+        raise ValueError(
+            f"{len(moe)} layers leave a stage empty; each of the p*v = {p}*{v} = {p * v} stages needs at least one"
+        )
     if [layer for s in stage_layers for layer in s] != list(range(len(moe))):
-        raise ValueError(f"stage_layers must list layers 0..{len(moe) - 1} once each, in order, over the p*v = {p * v} stages")
+        raise ValueError(
+            f"stage_layers must list layers 0..{len(moe) - 1} once each, in order, over the p*v = {p * v} stages"
+        )
     if chunks < 1:
         raise ValueError(f"chunks = {chunks}: the overlap degree must be at least 1")

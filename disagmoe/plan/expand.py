@@ -47,7 +47,9 @@ class TailRow(NamedTuple):
     layer: int = -1
 
 
-def expand(orders: Sequence[StageOrder], templates: Mapping[TemplateKey, Template], tail: Iterable[TailRow]) -> IntArray:
+def expand(
+    orders: Sequence[StageOrder], templates: Mapping[TemplateKey, Template], tail: Iterable[TailRow]
+) -> IntArray:
     """The table [rows, len(COLUMNS)] for `Program.from_table`.
 
     `orders[w]` is the order of worker w; an action without a template has no rows
