@@ -75,10 +75,7 @@ def qkv_flops(model: ModelSpec) -> float:
 
 def _latent_weights(model: ModelSpec, mla: LatentAttention) -> int:
     query = model.heads * model.qk_dim
-    if mla.q_lora_rank is None:
-        query_weights = model.hidden * query
-    else:
-        query_weights = mla.q_lora_rank * (model.hidden + query)
+    query_weights = model.hidden * query if mla.q_lora_rank is None else mla.q_lora_rank * (model.hidden + query)
     down = model.hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim)
     up = mla.kv_lora_rank * model.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
     return query_weights + down + up

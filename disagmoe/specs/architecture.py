@@ -15,7 +15,8 @@ SCORINGS = ("softmax", "sigmoid", "softmax_after_topk")
 """Router score: softmax over all experts, sigmoid per expert, or softmax over the chosen logits."""
 
 GROUP_SCORES = ("max", "top2_sum")
-"""Score of an expert group: its best expert (DeepSeek-V2) or the sum of its two best (DeepSeek-V3)."""
+"""Score of an expert group: its best expert (DeepSeek-V2) or the sum of its two best (DeepSeek-V3; a group of one
+expert scores that one)."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class LatentAttention:
 class ModelSpec:
     """One mixture-of-experts decoder. All MLPs are gated (three matrices).
 
-    `expert_width` is the inner width of one routed expert, `shared_width` the
+    `experts` is the number of routed experts of a layer in the whole model, never
+    per rank. `expert_width` is the inner width of one of them, `shared_width` the
     total inner width of the fused shared experts (0: none), `dense_width` that
     of the dense MLP of the layers in `dense_layers`. Layers in `windowed_layers`
     attend to the last `window_tokens` tokens, the token itself included; all
@@ -105,7 +107,6 @@ class ModelSpec:
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             experts=self.experts,
-            top_k=self.top_k,
             expert_width=self.expert_width,
             routed_scaling_factor=self.routed_scaling_factor,
             n_group=self.n_group,
@@ -129,8 +130,8 @@ class ModelSpec:
             raise self._fail("windowed_layers are given but window_tokens is not")
 
     def _check_router(self) -> None:
-        if self.top_k > self.experts:
-            raise self._fail(f"top_k {self.top_k} exceeds the {self.experts} experts; allowed: 1 to {self.experts}")
+        if not 1 <= self.top_k <= self.experts:
+            raise self._fail(f"top_k {self.top_k} does not fit {self.experts} experts; allowed: 1 to {self.experts}")
         if self.experts % self.n_group:
             raise self._fail(f"experts {self.experts} not divisible by n_group {self.n_group}")
         if self.topk_group > self.n_group:
@@ -150,7 +151,7 @@ class ModelSpec:
             indices: tuple[int, ...] = getattr(self, key)
             if list(indices) != sorted(set(indices)):
                 raise self._fail(f"{key} must be distinct and ascending, got {list(indices)}")
-            if indices and not (0 <= indices[0] and indices[-1] < self.layers):
+            if indices and (indices[0] < 0 or indices[-1] >= self.layers):
                 raise self._fail(f"{key} must lie in 0 to {self.layers - 1}, got {list(indices)}")
         if len(self.dense_layers) == self.layers:
             raise self._fail(f"all {self.layers} layers are dense: not an MoE model")

@@ -60,7 +60,7 @@ class ClusterSpec:
         if not self.groups:
             raise ValueError(f"{what}: groups must hold at least one node group")
         read.require_positive(what, nvlink_gbs=self.nvlink_gbs, memory_gib=self.memory_gib)
-        if not self.spine_oversubscription >= 1.0:
+        if read.as_float(self.spine_oversubscription, f"{what}: spine_oversubscription") < 1.0:
             raise ValueError(f"{what}: spine_oversubscription must be at least 1, got {self.spine_oversubscription!r}")
         if not 0.0 <= self.reserve_gib < self.memory_gib:
             raise ValueError(

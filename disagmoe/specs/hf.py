@@ -18,6 +18,9 @@ Config = Mapping[str, object]
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 TOP_K_KEYS = ("num_experts_per_tok", "experts_per_token")
 LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
+GPT_OSS_WINDOW = 128
+"""Window of GPT-OSS's even layers where a config does not name one."""
 
 
 def from_hf_config(config: Config, name: str) -> ModelSpec:
@@ -28,10 +31,10 @@ def from_hf_config(config: Config, name: str) -> ModelSpec:
     """
     reader = _Reader(config, f"config of model {name}")
     family = reader.text("model_type")
+    _refuse_dense(reader, family)
     if family not in _FAMILIES:
-        _refuse_dense(reader)
         raise ValueError(f"{reader.what}: unknown model_type {family!r}; known: {', '.join(_FAMILIES)}")
-    _refuse_dense(reader)
+    _refuse_latent(reader, family)
     layers = reader.integer("num_hidden_layers")
     heads = reader.integer("num_attention_heads")
     values: dict[str, object] = {
@@ -42,7 +45,7 @@ def from_hf_config(config: Config, name: str) -> ModelSpec:
         "hidden": reader.integer("hidden_size"),
         "vocab": reader.integer("vocab_size"),
         "heads": heads,
-        "kv_heads": reader.integer("num_key_value_heads", default=heads),
+        "kv_heads": reader.integer("num_key_value_heads", default=heads if family.startswith("deepseek") else None),
         "experts": reader.integer(*EXPERT_KEYS),
         "top_k": reader.integer(*TOP_K_KEYS),
         "max_position": reader.integer("max_position_embeddings", default=0) or None,
@@ -82,8 +85,10 @@ class _Reader:
             raise ValueError(f"{self.what}: missing key {' or '.join(keys)}")
         return as_int(entry[1], f"{self.what}: {entry[0]}")
 
-    def number(self, key: str, default: float) -> float:
-        return as_float(self.config[key], f"{self.what}: {key}") if self.has(key) else default
+    def number(self, key: str, default: float | None) -> float:
+        if default is not None and not self.has(key):
+            return default
+        return as_float(self._required(key), f"{self.what}: {key}")
 
     def flag(self, key: str, default: bool) -> bool:
         return as_bool(self.config[key], f"{self.what}: {key}") if self.has(key) else default
@@ -91,24 +96,37 @@ class _Reader:
     def text(self, key: str, default: str | None = None) -> str:
         if default is not None and not self.has(key):
             return default
+        return as_str(self._required(key), f"{self.what}: {key}")
+
+    def _required(self, key: str) -> object:
         if not self.has(key):
             raise ValueError(f"{self.what}: missing key {key}")
-        return as_str(self.config[key], f"{self.what}: {key}")
+        return self.config[key]
 
     def items(self, key: str) -> list[object]:
         return as_list(self.config[key], f"{self.what}: {key}") if self.has(key) else []
 
 
-def _refuse_dense(reader: _Reader) -> None:
-    """Raise where the config has no experts, telling a dense model from an unreadable MoE."""
-    if reader.has(*EXPERT_KEYS):
+def _refuse_dense(reader: _Reader, family: str) -> None:
+    """Raise where the config has no experts, telling a dense model from an MoE in unknown words."""
+    if any(reader.integer(key, default=0) for key in EXPERT_KEYS):
         return
-    if reader.has(*TOP_K_KEYS, "moe_intermediate_size"):
+    known = ", ".join(EXPERT_KEYS)
+    if reader.has(*TOP_K_KEYS, "moe_intermediate_size") and not reader.has(*EXPERT_KEYS):
         raise ValueError(
-            f"{reader.what}: asks for experts per token but has no known expert count; "
-            f"known keys: {', '.join(EXPERT_KEYS)}"
+            f"{reader.what}: asks for experts per token but has no known expert count; known keys: {known}"
         )
-    raise ValueError(f"{reader.what}: not an MoE model (none of {', '.join(EXPERT_KEYS)})")
+    raise ValueError(f"{reader.what}: not an MoE model: model_type {family!r} without experts (none of {known})")
+
+
+def _refuse_latent(reader: _Reader, family: str) -> None:
+    """Raise where latent attention is configured for a family that has none."""
+    latent = [key for key in LATENT_KEYS if reader.has(key)]
+    if latent and family not in LATENT_FAMILIES:
+        raise ValueError(
+            f"{reader.what}: model_type {family!r} has no latent attention but {', '.join(latent)} given; "
+            f"families with it: {', '.join(LATENT_FAMILIES)}"
+        )
 
 
 def _head_dim(reader: _Reader, family: str, heads: int) -> int:
@@ -123,33 +141,44 @@ def _head_dim(reader: _Reader, family: str, heads: int) -> int:
 
 def _windows(reader: _Reader, family: str, layers: int) -> dict[str, object]:
     """Sliding windows by layer: from layer_types where given, otherwise by the family's rule."""
-    tokens = reader.integer("sliding_window", default=0) or None
-    if tokens is None or not reader.flag("use_sliding_window", default=True):
+    default = GPT_OSS_WINDOW if family == "gpt_oss" and "sliding_window" not in reader.config else 0
+    tokens = reader.integer("sliding_window", default=default)
+    if not reader.flag("use_sliding_window", default=True):
         return {}
-    types = reader.items("layer_types")
-    if types:
-        if len(types) != layers:
-            raise ValueError(f"{reader.what}: layer_types has {len(types)} entries for {layers} layers")
-        unknown = sorted({repr(kind) for kind in types} - {"'sliding_attention'", "'full_attention'"})
-        if unknown:
-            raise ValueError(
-                f"{reader.what}: unknown layer type {', '.join(unknown)}; known: sliding_attention, full_attention"
-            )
-        windowed = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
+    if reader.has("layer_types"):
+        windowed = _windowed_types(reader, layers)
     else:
-        windowed = tuple(range(0, layers, 2 if family == "gpt_oss" else 1))
+        windowed = tuple(range(0, layers, 2 if family == "gpt_oss" else 1)) if tokens else ()
+    if windowed and not tokens:
+        raise ValueError(f"{reader.what}: layer_types has sliding_attention but sliding_window is missing")
     return {"window_tokens": tokens, "windowed_layers": windowed} if windowed else {}
+
+
+def _windowed_types(reader: _Reader, layers: int) -> tuple[int, ...]:
+    types = reader.items("layer_types")
+    if len(types) != layers:
+        raise ValueError(f"{reader.what}: layer_types has {len(types)} entries for {layers} layers")
+    known = ("sliding_attention", "full_attention")
+    unknown = sorted({repr(kind) for kind in types if kind not in known})
+    if unknown:
+        raise ValueError(f"{reader.what}: unknown layer type {', '.join(unknown)}; known: {', '.join(known)}")
+    return tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
+
+
+def _expert_width(reader: _Reader) -> int:
+    """The expert width of families whose every MLP is an expert, so that intermediate_size means it."""
+    return reader.integer("moe_intermediate_size" if reader.has("moe_intermediate_size") else "intermediate_size")
 
 
 def _mixtral(reader: _Reader, layers: int) -> dict[str, object]:
     """Softmax over all experts, then the chosen weights normalised."""
-    return {"expert_width": reader.integer("moe_intermediate_size", "intermediate_size")}
+    return {"expert_width": _expert_width(reader)}
 
 
 def _gpt_oss(reader: _Reader, layers: int) -> dict[str, object]:
     """Biases everywhere but the head, one sink per head, softmax over the chosen logits."""
     return {
-        "expert_width": reader.integer("moe_intermediate_size", "intermediate_size"),
+        "expert_width": _expert_width(reader),
         "router_bias": True,
         "expert_bias": True,
         "sinks": True,
@@ -197,12 +226,6 @@ def _deepseek_ffn(reader: _Reader, layers: int) -> dict[str, object]:
 
 def _deepseek(reader: _Reader, layers: int) -> dict[str, object]:
     """The first DeepSeekMoE: plain multi-head attention, greedy routing."""
-    latent = [key for key in LATENT_KEYS if reader.has(key)]
-    if latent:
-        raise ValueError(
-            f"{reader.what}: model_type 'deepseek' has no latent attention but {', '.join(latent)} given; "
-            "use model_type deepseek_v2 or deepseek_v3"
-        )
     return _deepseek_ffn(reader, layers)
 
 
@@ -217,36 +240,43 @@ def _latent(reader: _Reader) -> dict[str, object]:
     return {"mla": mla, "head_dim": mla.v_head_dim}
 
 
-def _groups(reader: _Reader) -> dict[str, object]:
-    return {
-        "n_group": reader.integer("n_group", default=1),
-        "topk_group": reader.integer("topk_group", default=1),
-    }
-
-
 def _deepseek_v2(reader: _Reader, layers: int) -> dict[str, object]:
     """Latent attention; routing greedy or limited to the groups with the best expert."""
-    method = reader.text("topk_method", default="greedy")
-    known = ("greedy", "group_limited_greedy")
+    groups = reader.integer("n_group", default=1)
+    method = reader.text("topk_method", default="greedy" if groups == 1 else None)
+    known = ("greedy", "gready", "group_limited_greedy")  # the second is a spelling of the original code
     if method not in known:
         raise ValueError(f"{reader.what}: unknown topk_method {method!r}; known: {', '.join(known)}")
-    limited = _groups(reader) if method == "group_limited_greedy" else {}
-    return _deepseek_ffn(reader, layers) | _latent(reader) | limited
+    values = _deepseek_ffn(reader, layers) | _latent(reader)
+    if method == "group_limited_greedy":
+        values |= {"n_group": groups, "topk_group": reader.integer("topk_group")}
+    return values
 
 
 def _deepseek_v3(reader: _Reader, layers: int) -> dict[str, object]:
-    """Latent attention; sigmoid scores with a correction bias, groups by their two best, MTP modules."""
+    """Latent attention; sigmoid scores with a correction bias, groups by their two best, MTP modules.
+
+    Keys whose default in the model code is V3's own value are required: taken
+    over silently, it would be wrong for any other model of the family.
+    """
     method = reader.text("topk_method", default="noaux_tc")
     if method != "noaux_tc":
         raise ValueError(f"{reader.what}: unknown topk_method {method!r}; known: noaux_tc")
-    values = _deepseek_ffn(reader, layers) | _latent(reader) | _groups(reader)
-    return values | {
-        "scoring": reader.text("scoring_func", default="sigmoid"),
-        "norm_topk_prob": reader.flag("norm_topk_prob", default=True),
-        "group_score": "top2_sum",
-        "correction_bias": True,
-        "mtp_layers": reader.integer("num_nextn_predict_layers", default=0),
-    }
+    reader.integer("first_k_dense_replace")
+    return (
+        _deepseek_ffn(reader, layers)
+        | _latent(reader)
+        | {
+            "scoring": reader.text("scoring_func", default="sigmoid"),
+            "norm_topk_prob": reader.flag("norm_topk_prob", default=True),
+            "routed_scaling_factor": reader.number("routed_scaling_factor", default=None),
+            "n_group": reader.integer("n_group"),
+            "topk_group": reader.integer("topk_group"),
+            "group_score": "top2_sum",
+            "correction_bias": True,
+            "mtp_layers": reader.integer("num_nextn_predict_layers", default=0),
+        }
+    )
 
 
 _FAMILIES: Mapping[str, Callable[[_Reader, int], dict[str, object]]] = {

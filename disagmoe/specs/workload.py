@@ -38,11 +38,11 @@ def parse_size(value: str | float, what: str = "size") -> int:
     return int(exact)
 
 
-def _exact(value: str | float) -> Fraction | None:
+def _exact(value: object) -> Fraction | None:
     """The number that `value` spells, without rounding; None where it spells none."""
     if isinstance(value, int | float):
         return Fraction(value) if -math.inf < value < math.inf and not isinstance(value, bool) else None
-    if not isinstance(value, str):  # reached from untyped callers: null, lists
+    if not isinstance(value, str):
         return None
     match = _SIZE.fullmatch(value.strip().lower())
     if match is None:

@@ -1,0 +1,181 @@
+"""The nine public config.json files, reduced to the keys that describe the architecture."""
+
+from __future__ import annotations
+
+Config = dict[str, object]
+
+_DEEPSEEK_16B: Config = {
+    "model_type": "deepseek",
+    "hidden_size": 2048,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "attention_bias": False,
+    "vocab_size": 102400,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
+}
+_LATENT: Config = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+PUBLIC: dict[str, Config] = {
+    "deepseek_moe_16b": _DEEPSEEK_16B,
+    "deepseek_v2_lite": _DEEPSEEK_16B
+    | _LATENT
+    | {
+        "model_type": "deepseek_v2",
+        "num_hidden_layers": 27,
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "routed_scaling_factor": 1.0,
+        "max_position_embeddings": 163840,
+    },
+    "deepseek_v2": _LATENT
+    | {
+        "model_type": "deepseek_v2",
+        "hidden_size": 5120,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 160,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "topk_group": 3,
+        "topk_method": "group_limited_greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 16.0,
+        "vocab_size": 102400,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 163840,
+    },
+    "deepseek_v3": _LATENT
+    | {
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 1,
+        "vocab_size": 129280,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 163840,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "attention_bias": True,
+        "intermediate_size": 2880,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "experts_per_token": 4,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 18,
+        "vocab_size": 201088,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 131072,
+    },
+    "qwen3": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 4096,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "attention_bias": False,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 40960,
+    },
+    "mixtral_8x7b": {
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+        "vocab_size": 32000,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 32768,
+    },
+}
+PUBLIC["gpt_oss_20b"] = PUBLIC["gpt_oss"] | {
+    "num_hidden_layers": 24,
+    "num_local_experts": 32,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+}
+PUBLIC["qwen3_30b"] = PUBLIC["qwen3"] | {
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+}
+
+TINY: Config = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 96,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+}
+"""A small Qwen3-style config; equal to the shipped `tiny` but for its name."""
+
+
+def without(config: Config, *keys: str) -> Config:
+    """`config` without `keys`."""
+    return {key: value for key, value in config.items() if key not in keys}
