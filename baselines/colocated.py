@@ -8,6 +8,7 @@ as load, so that no baseline loses to an unlucky split.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from math import ceil
 
@@ -22,31 +23,38 @@ from disagmoe.system import Candidate, NotApplicable, Problem
 
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 MICRO_BATCHES = (1, 2, 4, 8)
+AUTO_EP = (8, 16, 32, 64)
+"""EP sizes tried where the tuner may choose; within a node up to eight nodes."""
 
 
-def expert_parallel(problem: Problem) -> int:
-    """The EP size asked for, or the largest the cluster and the model allow."""
-    return min(problem.ep or 16, problem.cluster.gpus, problem.model.experts)
+def expert_parallel_sizes(problem: Problem) -> tuple[int, ...]:
+    """The EP size asked for, or the largest the cluster and the model allow; several where the tuner may choose."""
+    most = min(problem.cluster.gpus, problem.model.experts)
+    if problem.ep is not None:
+        return (min(problem.ep, most),)
+    return tuple(size for size in AUTO_EP if size <= most) or (most,)
 
 
 def colocated_candidates(
     problem: Problem, *, pp: int | None, virtual: int | None, group: int | None
 ) -> Iterator[dict[str, str | int | float]]:
-    """(pp, virtual stages, micro-batch) with EP dividing the data ranks of a stage."""
-    world, ep = problem.cluster.gpus, expert_parallel(problem)
-    depths = [d for d in range(1, world + 1) if world % d == 0 and (world // d) % ep == 0 and d <= problem.model.layers]
-    if pp is not None:
-        if pp not in depths:
-            allowed = ", ".join(map(str, depths)) or "none"
-            raise NotApplicable(f"pp={pp}: pp must divide {world} GPUs, leave a multiple of EP {ep}; allowed: {allowed}")
-        depths = [pp]
-    if not depths:
-        raise NotApplicable(f"no pipeline depth divides {world} GPUs into multiples of EP {ep}")
-    for depth in depths:
-        most = problem.model.layers // depth
-        for v in (virtual,) if virtual else [v for v in VIRTUAL_STAGES if v <= most and (depth > 1 or v == 1)]:
-            for b in micro_batches(problem, world // depth):
-                yield {"pp": depth, "virtual": v, "micro_batch": b, "group": group or depth}
+    """(EP, pp, virtual stages, micro-batch) with EP dividing the data ranks of a stage."""
+    world, layers = problem.cluster.gpus, problem.model.layers
+    placeable = False
+    for ep in expert_parallel_sizes(problem):
+        depths = [d for d in range(1, min(world, layers) + 1) if world % d == 0 and (world // d) % ep == 0]
+        for depth in [d for d in depths if pp in (None, d)]:
+            placeable = True
+            virtuals = [v for v in VIRTUAL_STAGES if v * depth <= layers and (depth > 1 or v == 1)]
+            for v in (virtual,) if virtual else virtuals:
+                for b in micro_batches(problem, world // depth):
+                    yield {"ep": ep, "pp": depth, "virtual": v, "micro_batch": b, "group": group or depth}
+    if not placeable:
+        wanted = "no pp" if pp is None else f"pp={pp} is none that"
+        ep = expert_parallel_sizes(problem)[0]
+        raise NotApplicable(
+            f"{wanted} divides {world} GPUs into at most {layers} stages of a multiple of EP {ep} ranks"
+        )
 
 
 def micro_batches(problem: Problem, data_ranks: int) -> list[int]:
@@ -71,7 +79,7 @@ def colocated_layout(
     cluster, model = problem.cluster, problem.model
     data_ranks = cluster.gpus // p
     batch = Batch(ceil(problem.workload.global_batch / (b * data_ranks)), b, data_ranks)
-    ep = expert_parallel(problem)
+    ep = int(candidate["ep"])
     nodes = max(1, -(-data_ranks // cluster.gpus_per_node))
     worker = Worker("P", "AF", data_ranks, nodes, cluster.nic_gbs_per_gpu())
 
@@ -141,7 +149,7 @@ def stages_of(layout: Layout) -> tuple[tuple[int, ...], ...]:
     """Contiguous layers of each virtual stage, from the layout's own counts."""
     counts = [int(c) for c in str(layout.options["stages"]).split(",")]
     bounds = [sum(counts[:i]) for i in range(len(counts) + 1)]
-    return tuple(tuple(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False))
+    return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(bounds))
 
 
 def pipeline_program(problem: Problem, layout: Layout) -> Program:

@@ -40,7 +40,7 @@ class Phase(IntEnum):
     """
 
     F = 0
-    I = 1  # noqa: E741 - the field's own name
+    I = 1
     W = 2
     B = 3
     R = 4

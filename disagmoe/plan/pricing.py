@@ -8,7 +8,7 @@ is reduced, which transport carries which exchange.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -136,7 +136,9 @@ class LayoutCosts:
         return self._all_to_all(kind, phase, moe)
 
     def _representative(self, moe: bool, window: int | None) -> int:
-        return next(x for x in range(self.model.layers) if (self.model.is_moe(x), self.model.window(x)) == (moe, window))
+        return next(
+            x for x in range(self.model.layers) if (self.model.is_moe(x), self.model.window(x)) == (moe, window)
+        )
 
     def _ffn(self, layer: int, phase: Phase, moe: bool) -> float:
         worker = self.layout.placement.workers[self.layout.placement.ffn[layer]]
@@ -152,7 +154,8 @@ class LayoutCosts:
             return NOTHING
         layout = self.layout
         worker = layout.placement.workers[0]
-        return self.costs.all_to_all(
+        skew = self.costs.workload.skew
+        transfer = self.costs.all_to_all(
             tokens=self.tokens / layout.chunks,
             ep=layout.ep,
             nodes=max(1, -(-layout.ep * worker.nodes // worker.gpus)),
@@ -161,8 +164,10 @@ class LayoutCosts:
             nic_gbs=worker.nic_gbs,
             phase=phase,
             combine=kind is Kind.COMBINE,
-            volume_factor=self.costs.workload.skew,
+            volume_factor=skew,
         )
+        # The fullest rank sets the time for everyone, but only padding makes every rank send that much.
+        return transfer if layout.capacity_padded else replace(transfer, nic_bytes=transfer.nic_bytes / skew)
 
     def _m2n(self, kind: Kind, phase: Phase, layer: int, moe: bool) -> Transfer:
         layout, placement = self.layout, self.layout.placement

@@ -87,16 +87,22 @@ class Program:
         return np.flatnonzero((self.worker == worker) & (self.stream == int(stream)))
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Row], *, n_workers: int, n_layers: int, n_microbatches: int, n_chunks: int = 1) -> Program:
+    def from_rows(
+        cls, rows: Sequence[Row], *, n_workers: int, n_layers: int, n_microbatches: int, n_chunks: int = 1
+    ) -> Program:
         """Pack rows given in any stream order; order within a stream is kept."""
         table = np.array(
             [(r.worker, r.stream, *r.op, r.peer, r.pair) for r in rows],
             dtype=np.int32,
         ).reshape(len(rows), len(COLUMNS))
-        return cls.from_table(table, n_workers=n_workers, n_layers=n_layers, n_microbatches=n_microbatches, n_chunks=n_chunks)
+        return cls.from_table(
+            table, n_workers=n_workers, n_layers=n_layers, n_microbatches=n_microbatches, n_chunks=n_chunks
+        )
 
     @classmethod
-    def from_table(cls, table: IntArray, *, n_workers: int, n_layers: int, n_microbatches: int, n_chunks: int = 1) -> Program:
+    def from_table(
+        cls, table: IntArray, *, n_workers: int, n_layers: int, n_microbatches: int, n_chunks: int = 1
+    ) -> Program:
         """Pack an int array [rows, len(COLUMNS)]; a stable sort groups the streams."""
         order = np.argsort(table[:, 0].astype(np.int64) * len(Stream) + table[:, 1], kind="stable")
         packed = np.ascontiguousarray(table[order].T.astype(np.int32))

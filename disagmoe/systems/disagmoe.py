@@ -17,7 +17,7 @@ from disagmoe.plan.plan import Batch, Layout, Placement, Worker
 from disagmoe.plan.program import Program
 from disagmoe.system import Candidate, NotApplicable, Problem
 
-NIC_RULES = ("halves", "own")
+NIC_RULES = ("halves", "own", "shared_nodes")
 ORDERS = ("megatron", "comm_stage")
 
 
@@ -26,8 +26,8 @@ class DisagMoE:
     """Options of the planner; None lets the tuner choose.
 
     `p` depth of the ring, `dp` its replicas, `m` and `n` GPUs per A- and F-group,
-    `nics` how NICs follow the pools, `order` and `group` the interleaved order
-    and its in-flight group size (p <= group/2 <= 2p).
+    `nics` how NICs follow the pools (see `_pools`), `order` and `group` the
+    interleaved order and its in-flight group size (2p <= group <= 4p).
     """
 
     p: int | None = None
@@ -54,8 +54,9 @@ class DisagMoE:
         cluster = problem.cluster
         if cluster.gpus < 2:
             raise NotApplicable(f"needs at least 2 GPUs for disaggregation, the cluster has {cluster.gpus}")
-        sizes = self._expert_sizes(problem)
-        for tier, n in enumerate(sizes):
+        for index, n in enumerate(self._expert_sizes(problem)):
+            # An EP size that was asked for is kept wherever it fits; a free one is all one tier.
+            tier = 0 if problem.ep is None else index
             for nics, p, dp, m in self._splits(problem, n):
                 for sequences in self._micro_batches(problem, dp * m):
                     yield {
@@ -81,14 +82,16 @@ class DisagMoE:
         p, dp = int(candidate["p"]), int(candidate["dp"])
         m, n = int(candidate["m"]), int(candidate["n"])
         layers = problem.model.layers
-        nodes = _pool_nodes(problem, str(candidate["nics"]), p * dp * n)
-        if nodes is None or p * dp * m > nodes[0] * _node_gpus(problem):
+        pools = _pools(problem, str(candidate["nics"]), p * dp * n)
+        if pools is None or p * dp * m > pools[0].gpus:
             raise NotApplicable(f"{p * dp * m} attention and {p * dp * n} expert GPUs do not fit this cluster's nodes")
-        attention = _group("A", m, p, dp, nodes[0], problem)
-        expert = _group("F", n, p, dp, nodes[1], problem)
+        attention = pools[0].group("A", m, p * dp)
+        expert = pools[1].group("F", n, p * dp)
         placement = Placement(
             workers=tuple(
-                Worker(f"{g.name}{i}", g.pool, g.gpus, g.nodes, g.nic_gbs) for g in (attention, expert) for i in range(p)
+                Worker(f"{g.name}{i}", g.pool, g.gpus, g.nodes, g.nic_gbs)
+                for g in (attention, expert)
+                for i in range(p)
             ),
             attn=tuple(layer % p for layer in range(layers)),
             ffn=tuple(p + layer % p for layer in range(layers)),
@@ -145,29 +148,31 @@ class DisagMoE:
         limit = min(problem.model.experts, problem.cluster.gpus - 1)
         if self.n is not None:
             if self.n > limit:
-                raise NotApplicable(f"n={self.n} expert GPUs: at most {limit} (experts, and one GPU left for attention)")
+                raise NotApplicable(
+                    f"n={self.n} expert GPUs: at most {limit} (experts, and one GPU left for attention)"
+                )
             return [self.n]
-        target = min(problem.ep or 16, limit)
         half = problem.cluster.gpus // 2
+        if problem.ep is None:
+            return list(range(1, min(limit, half) + 1))
+        target = min(problem.ep, limit)
         larger = [size for size in _doublings(target) if size <= min(limit, half)]
         smaller = [size for size in reversed(_halvings(target)) if size < target]
         return [*(larger or [target]), *smaller]
 
     def _splits(self, problem: Problem, n: int) -> Iterator[tuple[str, int, int, int]]:
         """(NIC rule, p, dp, M) with M as large as its pool allows."""
-        seen: set[tuple[float, ...]] = set()
+        seen: set[tuple[object, ...]] = set()
         for rule in (self.nics,) if self.nics else NIC_RULES:
             for p in (self.p,) if self.p else range(1, problem.model.layers + 1):
                 for dp in (self.dp,) if self.dp else range(1, problem.cluster.gpus + 1):
-                    nodes = _pool_nodes(problem, rule, p * dp * n)
-                    if nodes is None:
+                    pools = _pools(problem, rule, p * dp * n)
+                    if pools is None:
                         break
-                    most = nodes[0] * _node_gpus(problem) // (p * dp)
+                    most = pools[0].gpus // (p * dp)
                     m = self.m if self.m is not None else most
-                    if not 1 <= m <= most:
-                        continue
-                    key = (p, dp, m, *nodes)
-                    if key not in seen:
+                    key = (p, dp, m, pools)
+                    if 1 <= m <= most and key not in seen:
                         seen.add(key)
                         yield rule, p, dp, m
 
@@ -191,33 +196,51 @@ def _groups(p: int) -> list[int]:
     return sorted({2 * p, 3 * p, 4 * p})
 
 
-def _node_gpus(problem: Problem) -> int:
-    return problem.cluster.gpus_per_node
+@dataclass(frozen=True)
+class Pool:
+    """What one pool owns: GPUs, the nodes they lie on, and NIC bandwidth in all (GB/s, each way)."""
+
+    gpus: int
+    nodes: int
+    nics_gbs: float
+    node_nics_gbs: float
+
+    def group(self, name: str, gpus: int, groups: int) -> Worker:
+        """One of `groups` equal groups of `gpus` GPUs, spread over the pool's nodes."""
+        per_node = self.gpus / self.nodes
+        nodes = min(gpus, max(ceil(gpus / per_node), self.nodes // groups))
+        # Few GPUs may share many NICs (16:10 on 16:16), but a GPU uses none beyond its own node's.
+        nic_gbs = min(self.nics_gbs / (gpus * groups), self.node_nics_gbs)
+        return Worker(name=name, pool=name, gpus=gpus, nodes=nodes, nic_gbs=nic_gbs)
 
 
-def _pool_nodes(problem: Problem, rule: str, expert_gpus: int) -> tuple[int, int] | None:
-    """Nodes of the A- and the F-pool, or None where the experts leave no room.
+def _pools(problem: Problem, rule: str, expert_gpus: int) -> tuple[Pool, Pool] | None:
+    """The A- and the F-pool, or None where this rule has no room for the experts.
 
-    `halves` gives each pool half of the nodes with all their NICs; `own` gives
-    the F-pool the nodes it fills and the A-pool the rest. A cluster of a single
-    node is divided by GPUs (nodes are then virtual, one GPU each).
+    `halves` gives each pool half of the nodes with all their NICs, `own` gives
+    the F-pool the nodes it fills and the A-pool the rest. `shared_nodes` is used
+    where the cluster is a single node: both pools lie on it and tokens stay on
+    NVLink. Nodes of different sizes count as the smallest of them.
     """
-    total = problem.cluster.nodes
-    size = _node_gpus(problem)
-    if total == 1:
+    cluster = problem.cluster
+    size, total = cluster.gpus_per_node, cluster.nodes
+    node_nics_gbs = cluster.nic_gbs_per_gpu() * size
+    if (rule == "shared_nodes") != (total == 1):
         return None
-    expert_nodes = total // 2 if rule == "halves" else -(-expert_gpus // size)
+    if total == 1:
+        attention_gpus = size - expert_gpus
+        if attention_gpus < 1:
+            return None
+        share = cluster.nic_gbs_per_gpu()
+        return (
+            Pool(attention_gpus, 1, share * attention_gpus, node_nics_gbs),
+            Pool(expert_gpus, 1, share * expert_gpus, node_nics_gbs),
+        )
+    expert_nodes = total // 2 if rule == "halves" else ceil(expert_gpus / size)
     attention_nodes = total // 2 if rule == "halves" else total - expert_nodes
     if attention_nodes < 1 or expert_gpus > expert_nodes * size:
         return None
-    return attention_nodes, expert_nodes
-
-
-def _group(pool: str, gpus: int, p: int, dp: int, pool_nodes: int, problem: Problem) -> Worker:
-    """One group of a pool: its GPUs spread over the pool's nodes, all NICs shared evenly."""
-    size = _node_gpus(problem)
-    nodes = max(-(-gpus // size), pool_nodes // (p * dp), 1)
-    node_nic_gbs = problem.cluster.nic_gbs_per_gpu() * size
-    # Few GPUs may share many NICs (16:10 on 16:16), but none beyond their own node's.
-    nic_gbs = min(pool_nodes * node_nic_gbs / (gpus * p * dp), node_nic_gbs)
-    return Worker(name=pool, pool=pool, gpus=gpus, nodes=min(nodes, gpus), nic_gbs=nic_gbs)
+    return (
+        Pool(attention_nodes * size, attention_nodes, attention_nodes * node_nics_gbs, node_nics_gbs),
+        Pool(expert_nodes * size, expert_nodes, expert_nodes * node_nics_gbs, node_nics_gbs),
+    )

@@ -1,0 +1,230 @@
+"""Turn a resolved configuration into rows: tune, verify, simulate and account every system.
+
+Within a view every system gets the same model, batch and cluster, and is tuned in
+its own search space. The reference (megatron_1f1b) is always run, since every
+speed-up is relative to it; reductions compare with `disagmoe` where it was asked
+for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from baselines.registry import REFERENCE, get_system
+from bench.config import RunConfig
+from disagmoe.allocator import Tuned, tune
+from disagmoe.cost.calibration import load_calibration
+from disagmoe.cost.flops import train_flops_per_token
+from disagmoe.cost.model import CostModel
+from disagmoe.plan.memory import peak_static_gib
+from disagmoe.plan.plan import Layout, Plan
+from disagmoe.plan.pricing import Pricing, price
+from disagmoe.plan.verify import verify
+from disagmoe.simulator import simulate
+from disagmoe.specs.devices import device
+from disagmoe.system import Problem, System
+from disagmoe.timeline.metrics import summarize, worker_metrics
+from disagmoe.timeline.timeline import Timeline
+
+OWN_SYSTEM = "disagmoe"
+MERGE_OF_TRANSPORT = {"nccl": "none", "deepep": "node", "m2n_rdma": "node"}
+
+Row = dict[str, Any]
+
+UNMODELLED = "activation memory is not yet modelled: only weights, gradients and optimizer state bound what fits"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What stands behind a row: enough to draw it. None where there is no plan."""
+
+    layout: Layout | None
+    timeline: Timeline | None
+    trials: Tuned | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Rows in table order, an Outcome each, and the notes the tables must carry."""
+
+    rows: list[Row]
+    outcomes: list[Outcome]
+    notes: list[str] = field(default_factory=list)
+    views: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+Progress = Callable[[str], None]
+
+
+def evaluate(config: RunConfig, progress: Progress | None = None) -> Evaluation:
+    """Run every system of a configuration in every view."""
+    report = progress or (lambda text: None)
+    calibration = load_calibration(config.calibration)
+    costs = CostModel(config.model, config.cluster, calibration, config.workload)
+    rows: list[Row] = []
+    outcomes: list[Outcome] = []
+    views: dict[str, dict[str, Any]] = {}
+    for view in config.views:
+        start = len(rows)
+        for name in _with_reference(config.systems):
+            system = get_system(name, **config.system_options.get(name, {}))
+            report(f"{view}: {name}")
+            row, outcome = _run(system, _problem(config, costs, system, view), config, view, report)
+            rows.append(row)
+            outcomes.append(outcome)
+        _compare(rows[start:])
+        views[view] = _describe_view(rows[start:])
+    return Evaluation(rows, outcomes, _notes(config), views)
+
+
+def _with_reference(systems: tuple[str, ...]) -> tuple[str, ...]:
+    return (REFERENCE, *(name for name in systems if name != REFERENCE))
+
+
+def _problem(config: RunConfig, costs: CostModel, system: System, view: str) -> Problem:
+    transport = system.native_transport if view == "native" else config.uniform_transport
+    merge = config.merge or MERGE_OF_TRANSPORT[transport]
+    return Problem(config.model, config.cluster, config.workload, costs, transport, merge, config.ep)
+
+
+def _run(system: System, problem: Problem, config: RunConfig, view: str, report: Progress) -> tuple[Row, Outcome]:
+    contention = problem.costs.contention(problem.transport)
+    row: Row = {
+        "system": system.name,
+        "variant": "",
+        "view": view,
+        "transport": problem.transport,
+        "merge": problem.merge,
+        "contention": {"compute": contention.compute, "comm": contention.comm},
+        "implementation": "equivalent",
+        "memory_limit_gib": problem.cluster.limit_gib,
+        **dict.fromkeys(MEASURES),
+    }
+
+    def step(plan: Plan) -> float:
+        return simulate(plan.program, price(plan.layout, plan.program, problem.costs)).step_s
+
+    try:
+        tuned = tune(
+            system,
+            problem,
+            step,
+            budget=config.budget,
+            on_trial=lambda count: report(f"{view}: {system.name}, plan {count} timed"),
+        )
+        row.update(status=tuned.status, reason=tuned.reason, peak_memory_gib=tuned.needed_gib)
+        if tuned.plan is None:
+            return row, Outcome(None, None, tuned)
+        verify(tuned.plan.program)
+        pricing = price(tuned.plan.layout, tuned.plan.program, problem.costs)
+        timeline = simulate(tuned.plan.program, pricing)
+        row.update(_measures(problem, tuned.plan, pricing, timeline))
+        return row, Outcome(tuned.plan.layout, timeline, tuned)
+    except Exception as error:  # one broken system must not take the others' rows with it
+        if config.debug:
+            raise
+        row.update(status="failed", reason=f"{type(error).__name__}: {error}")
+        return row, Outcome(None, None)
+
+
+MEASURES = (
+    "step_time_s",
+    "tokens_per_s",
+    "tokens_per_s_per_gpu",
+    "mfu",
+    "speedup",
+    "compute_s",
+    "overlapped_comm_s",
+    "exposed_comm_s",
+    "bubble_s",
+    "wait_s",
+    "stall_s",
+    "exposed_comm_reduction",
+    "stall_reduction",
+    "exposed_by_kind_s",
+    "pools",
+    "peak_memory_gib",
+    "wire_bytes_per_gpu",
+    "gpus_used",
+    "microbatches",
+    "tokens_dropped",
+    "repeats",
+    "spread",
+    "plan",
+)
+"""Row fields that are null unless a plan ran."""
+
+
+def _measures(problem: Problem, plan: Plan, pricing: Pricing, timeline: Timeline) -> Row:
+    placement = plan.layout.placement
+    summary = summarize(worker_metrics(timeline), placement)
+    step_s = timeline.step_s
+    tokens = problem.workload.global_batch * problem.workload.seq
+    per_gpu = tokens / step_s / problem.cluster.gpus
+    flops = train_flops_per_token(problem.model, problem.workload.seq)
+    mfu = per_gpu * flops / (device(problem.cluster.device).peak_bf16_tflops * 1e12)
+    if not 0.0 < mfu <= 1.0:
+        raise ValueError(f"MFU {mfu:.3f} of {plan.layout.system} is not between 0 and 1: the cost model is wrong here")
+    sent = float(pricing.wire_bytes @ _gpu_weight(plan))
+    return {
+        "step_time_s": step_s,
+        "tokens_per_s": tokens / step_s,
+        "tokens_per_s_per_gpu": per_gpu,
+        "mfu": mfu,
+        **summary.as_row(),
+        "wire_bytes_per_gpu": sent,
+        "peak_memory_gib": peak_static_gib(plan.layout, problem.model),
+        "gpus_used": placement.gpus_used,
+        "microbatches": plan.layout.batch.microbatches,
+        "tokens_dropped": 0,
+        "repeats": 1,
+        "spread": 0.0,
+        "plan": dict(plan.layout.details),
+    }
+
+
+def _gpu_weight(plan: Plan) -> Any:
+    """Per row: the share of the used GPUs that belongs to the row's worker."""
+    gpus = np.array([w.gpus for w in plan.layout.placement.workers], dtype=np.float64)
+    return (gpus / gpus.sum())[plan.program.worker]
+
+
+def _compare(rows: list[Row]) -> None:
+    """Fill in speed-ups and reductions, within one view only."""
+    by_name = {row["system"]: row for row in rows if row["status"] == "ok"}
+    reference, own = by_name.get(REFERENCE), by_name.get(OWN_SYSTEM)
+    for row in rows:
+        if row["status"] != "ok":
+            continue
+        if reference is not None:
+            row["speedup"] = reference["step_time_s"] / row["step_time_s"]
+        if own is not None and row is not own:
+            row["exposed_comm_reduction"] = _reduction(_claimed(own), _claimed(row))
+            row["stall_reduction"] = _reduction(own["stall_s"], row["stall_s"])
+
+
+def _claimed(row: Row) -> float:
+    """Exposed dispatch, combine and P2P: what the paper's claim is about."""
+    kinds: Mapping[str, float] = row["exposed_by_kind_s"]
+    return kinds["dispatch"] + kinds["combine"] + kinds["p2p"]
+
+
+def _reduction(own: float, other: float) -> float | None:
+    return 1.0 - own / other if other > 0.0 else None
+
+
+def _describe_view(rows: list[Row]) -> dict[str, Any]:
+    return {
+        "transports": {row["system"]: row["transport"] for row in rows},
+        "contention": {row["transport"]: row["contention"] for row in rows},
+    }
+
+
+def _notes(config: RunConfig) -> list[str]:
+    notes = [UNMODELLED]
+    notes.extend(f"{config.model.name}: {text}" for text in config.model.assumptions)
+    return notes
