@@ -1,0 +1,112 @@
+"""Reports of a run: tables always, pictures and traces where they are asked for.
+
+`write` fills a run directory, `print_tables` talks to the terminal,
+`by_sequence` draws a collection of runs, `records` gives the rows of a run as
+flat records with the columns of table.csv, and `compare` holds a run against
+the published DisagMoE results. All of them read the results record and add no
+number of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from bench.report.columns import csv_header, records
+from bench.report.facts import Results, row_label
+from bench.report.paper import compare
+from bench.report.tables import csv_text, markdown, print_tables
+from disagmoe.plan.plan import Layout
+from disagmoe.timeline.timeline import Timeline
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["by_sequence", "compare", "csv_header", "print_tables", "records", "write"]
+
+ARTIFACTS = ("tables", "all")
+
+
+class Drawable(Protocol):
+    """What stands behind a row: enough to draw it; None where nothing ran."""
+
+    @property
+    def layout(self) -> Layout | None: ...
+
+    @property
+    def timeline(self) -> Timeline | None: ...
+
+
+class Drawables(Protocol):
+    """Outcomes parallel to the rows of the results."""
+
+    @property
+    def outcomes(self) -> Sequence[Drawable]: ...
+
+
+def write(
+    directory: Path,
+    results: Results,
+    evaluation: Drawables,
+    artifacts: str = "all",
+    on_file: Callable[[str], None] | None = None,
+) -> list[Path]:
+    """Write the report of one run into an existing directory and return the files, in order.
+
+    `artifacts` is "tables" (table.md, table.csv) or "all" (also the bar
+    pictures, and one Gantt and one Perfetto trace per row that ran). `on_file`
+    hears the name of every file before it is made.
+    """
+    if artifacts not in ARTIFACTS:
+        raise ValueError(f"artifacts={artifacts!r}: allowed are {', '.join(ARTIFACTS)}")
+    hear = on_file or (lambda name: None)
+    paths = []
+    for name, text in (("table.md", markdown), ("table.csv", csv_text)):
+        hear(name)
+        paths.append(directory / name)
+        paths[-1].write_text(text(results), encoding="utf-8", newline="\n")
+    if artifacts == "all":
+        paths += _pictures(directory, results, evaluation, hear)
+    return paths
+
+
+def _pictures(directory: Path, results: Results, evaluation: Drawables, hear: Callable[[str], None]) -> list[Path]:
+    # Imported here so that tables need neither matplotlib's start-up time nor the trace writer.
+    from bench.report.bars import write_bars
+    from bench.report.gantt import write_gantt
+    from disagmoe.timeline.trace import write_trace
+
+    hear("speedup, breakdown")
+    paths = write_bars(results, directory)
+    for row, outcome in zip(results["rows"], evaluation.outcomes, strict=True):
+        if outcome.layout is None or outcome.timeline is None:
+            continue
+        stem, view = file_stem(row), str(row["view"])
+        hear(f"timeline_{stem}.png")
+        picture = directory / f"timeline_{stem}.png"
+        paths.append(write_gantt(results, row_label(row), view, outcome.timeline, outcome.layout, picture))
+        trace = directory / f"trace_{stem}.json.gz"
+        hear(trace.name)
+        title = f"{row_label(row)}, {view} view, {outcome.timeline.origin}, {results['model']['name']}"
+        write_trace(outcome.timeline, outcome.layout, trace, title)
+        paths.append(trace)
+    return paths
+
+
+def file_stem(row: Mapping[str, Any]) -> str:
+    """ "<view>_<system>[-<variant>][-native]" with characters that are safe in file names."""
+    parts = [str(row["system"])]
+    if row.get("variant"):
+        parts.append(str(row["variant"]))
+    if row.get("implementation") == "native":
+        parts.append("native")
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{row['view']}_{'-'.join(parts)}")
+
+
+def by_sequence(results_dir: Path, frame: pd.DataFrame) -> list[Path]:
+    """Draw speed-up, exposed communication and stall over sequence length; see bench/report/sequence.py."""
+    from bench.report.sequence import by_sequence as draw
+
+    return draw(results_dir, frame)

@@ -1,0 +1,231 @@
+"""Decides how a schedule is drawn: one picture per system, workers from top to bottom, time to the right.
+
+A narrow strip shows the whole step (how full each worker is); below it an
+excerpt shows single operations with their micro-batch numbers, computation on
+thick lanes and communication on thin ones. What the excerpt leaves out is said
+in the title.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.patches import Patch, PathPatch
+from matplotlib.path import Path as Outline
+from matplotlib.textpath import TextPath
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.transforms import Affine2D
+from numpy.typing import NDArray
+
+from bench.report.classes import CLASSES, class_codes, communicates
+from bench.report.facts import Results, facts, notes
+from bench.report.lanes import (
+    LANE_WORDS,
+    MAX_WORKERS,
+    WORKER_GAP,
+    Boxes,
+    Lane,
+    Window,
+    boxes,
+    excerpt,
+    lay_lanes,
+    occupancy,
+    shown_workers,
+)
+from bench.report.style import MUTED, axes_at, canvas, drawing, footer, headline, ink_on, save
+from disagmoe.plan.plan import Layout, Placement
+from disagmoe.timeline.timeline import Timeline
+
+WIDTH, LEFT, RIGHT = 15.0, 0.75, 0.85
+UNIT = 0.205
+"""Height of one compute lane in inches."""
+STRIP_ROW = 0.115
+"""Height of one worker in the whole-step strip, in inches."""
+NUMBER_PT = 6.4
+OP_PT = 15.0
+"""Width that a typical operation should have in the excerpt, in points: two digits fit."""
+IDLE, LANE_BACK = "#F1F1F1", "#FAFAFA"
+
+
+def write_gantt(results: Results, name: str, view: str, timeline: Timeline, layout: Layout, path: Path) -> Path:
+    """Draw one system's timeline to `path` (.png or .svg)."""
+    with drawing():
+        save(gantt_figure(results, name, view, timeline, layout.placement), path)
+    return path
+
+
+def gantt_figure(
+    results: Results, name: str, view: str, timeline: Timeline, placement: Placement, window: Window | None = None
+) -> Figure:
+    """The picture of one timeline; `window` chooses the excerpt, by default the middle of the steady state."""
+    workers = shown_workers(placement)
+    span = window or excerpt(timeline, int((WIDTH - LEFT - RIGHT) * 72 / OP_PT))
+    whole = span.start_s <= 0.0 and span.end_s >= timeline.step_s
+    lanes = lay_lanes(timeline, workers, span)
+    shapes = boxes(timeline, lanes, span)
+    codes = class_codes(timeline.program)
+    rows = max((lane.top + lane.height for lane in lanes), default=1.0)
+
+    foot_lines = _foot(results, timeline)
+    bottom = 0.62 + 0.13 * len(foot_lines)
+    strip = 0.0 if whole else STRIP_ROW * len(workers)
+    legend_rows = -(-len(np.unique(codes)) // 7)
+    top = 0.72 + 0.22 * legend_rows + (0.0 if whole else strip + 0.58)
+    figure = canvas(WIDTH, bottom + rows * UNIT + top)
+    axes = axes_at(figure, LEFT, bottom, WIDTH - LEFT - RIGHT, rows * UNIT)
+    _draw_excerpt(axes, timeline, lanes, shapes, codes, span)
+    _label_workers(axes, lanes, placement, rows)
+    if not whole:
+        above = axes_at(figure, LEFT, bottom + rows * UNIT + 0.52, WIDTH - LEFT - RIGHT, strip)
+        _draw_strip(above, timeline, workers, placement, codes, span)
+    _key(figure, sorted(np.unique(codes)))
+    headline(figure, _title(name, view, timeline, span, whole), _subtitle(results, placement, workers))
+    footer(figure, "\n".join(foot_lines))
+    return figure
+
+
+def _title(name: str, view: str, timeline: Timeline, span: Window, whole: bool) -> str:
+    step = f"{timeline.step_s * 1e3:,.0f} ms" if timeline.step_s >= 0.01 else f"{timeline.step_s * 1e3:,.3g} ms"
+    if whole:
+        return f"{name}, {view} view, {timeline.origin}: the whole step of {step}"
+    digits = 0 if span.end_s - span.start_s >= 0.02 else 2
+    part = f"{span.start_s * 1e3:,.{digits}f}–{span.end_s * 1e3:,.{digits}f} ms"
+    return f"{name}, {view} view, {timeline.origin}: a step of {step} and, below, its excerpt {part}"
+
+
+def _subtitle(results: Results, placement: Placement, workers: list[int]) -> str:
+    text = facts(results).subtitle
+    if len(workers) < len(placement.workers):
+        text += f" · {len(workers)} of {len(placement.workers)} workers shown"
+    if placement.replicas > 1:
+        text += f" · one of {placement.replicas} replicas"
+    return text
+
+
+def _foot(results: Results, timeline: Timeline) -> list[str]:
+    lines = ["numbers are micro-batches; white or grey = idle; a transfer is drawn from the moment both ends are ready"]
+    if not (timeline.end_s > timeline.start_s).all():
+        lines[0] += "; operations of no duration are left out"
+    return lines + notes(results)[:1]
+
+
+# ---- excerpt --------------------------------------------------------------------------------------------------------
+
+
+def _draw_excerpt(
+    axes: Axes, timeline: Timeline, lanes: list[Lane], shapes: Boxes, codes: NDArray[np.int64], span: Window
+) -> None:
+    """Lane backgrounds, operations and micro-batch numbers; x in ms."""
+    for lane in lanes:
+        axes.axhspan(lane.top, lane.top + lane.height, color=IDLE if lane.computes else LANE_BACK, linewidth=0)
+    axes.set_xlim(span.start_s * 1e3, span.end_s * 1e3)
+    last = lanes[-1]
+    axes.set_ylim(last.top + last.height, 0.0)
+    pad = np.where(communicates(timeline.program)[shapes.row], 0.05, 0.0)
+    left, right = shapes.left_s * 1e3, shapes.right_s * 1e3
+    above, below = shapes.top + pad, shapes.top + shapes.height - pad
+    corners = np.stack([np.stack(xy, axis=1) for xy in ((left, above), (right, above), (right, below), (left, below))], axis=1)
+    palette = np.array([to_rgb(entry.colour) for entry in CLASSES])
+    axes.add_collection(
+        PolyCollection(list(corners), facecolors=palette[codes[shapes.row]], edgecolors="white", linewidths=0.25),
+        autolim=False,
+    )
+    _draw_numbers(axes, timeline, shapes, codes, span)
+    axes.set_xlabel("time from the start of the step [ms]")
+    axes.xaxis.set_major_locator(MaxNLocator(14))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axes.spines["left"].set_visible(False)
+
+
+def _draw_numbers(axes: Axes, timeline: Timeline, shapes: Boxes, codes: NDArray[np.int64], span: Window) -> None:
+    """Micro-batch numbers centred in the compute operations that are wide enough.
+
+    All numbers of one ink are a single outline: a text object each would take
+    longer than everything else in the picture.
+    """
+    program = timeline.program
+    points = (WIDTH - LEFT - RIGHT) * 72 / ((span.end_s - span.start_s) * 1e3)
+    thick = ~communicates(program)[shapes.row] & (program.microbatch[shapes.row] >= 0)
+    glyphs: dict[int, tuple[TextPath, float]] = {}
+    inks: dict[str, list[Outline]] = {}
+    scale = np.array([1 / points, -1 / (UNIT * 72)])
+    for at in np.flatnonzero(thick):
+        number = int(program.microbatch[shapes.row[at]])
+        glyph, wide = glyphs.setdefault(number, _glyph(number)) if number not in glyphs else glyphs[number]
+        left, right = shapes.left_s[at] * 1e3, shapes.right_s[at] * 1e3
+        if (right - left) * points < wide + 1.5:
+            continue
+        centre = np.array([(left + right) / 2, shapes.top[at] + shapes.height[at] / 2])
+        vertices = (glyph.vertices - np.array([wide / 2, NUMBER_PT * 0.365])) * scale + centre
+        ink = ink_on(CLASSES[codes[shapes.row[at]]].colour)
+        inks.setdefault(ink, []).append(Outline(vertices, glyph.codes))
+    for ink, outlines in inks.items():
+        axes.add_patch(PathPatch(Outline.make_compound_path(*outlines), facecolor=ink, linewidth=0))
+
+
+def _glyph(number: int) -> tuple[TextPath, float]:
+    """Outline of a number at NUMBER_PT and its width in points."""
+    path = TextPath((0, 0), str(number), prop=FontProperties(family="DejaVu Sans", size=NUMBER_PT))
+    return path, float(path.get_extents().x1)
+
+
+def _label_workers(axes: Axes, lanes: list[Lane], placement: Placement, rows: float) -> None:
+    """Worker names on the left, stream names on the right."""
+    middles: dict[int, list[float]] = {}
+    for lane in lanes:
+        middles.setdefault(lane.worker, []).extend((lane.top, lane.top + lane.height))
+        axes.annotate(
+            LANE_WORDS[lane.stream],
+            (1.0, 1 - (lane.top + lane.height / 2) / rows),
+            (4, 0),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            fontsize=5.6,
+            color=MUTED,
+            va="center",
+        )
+    places = [(min(ys) + max(ys)) / 2 for ys in middles.values()]
+    axes.set_yticks(places, [placement.workers[worker].name for worker in middles], fontsize=8.5)
+    axes.tick_params(axis="y", length=0)
+
+
+# ---- whole step -----------------------------------------------------------------------------------------------------
+
+
+def _draw_strip(
+    axes: Axes, timeline: Timeline, workers: list[int], placement: Placement, codes: NDArray[np.int64], span: Window
+) -> None:
+    """Every worker over the whole step as one row of pixels, mixed from the colours of what it computes."""
+    share = occupancy(timeline, workers, codes, len(CLASSES), bins=1500)
+    palette = np.array([to_rgb(entry.colour) for entry in CLASSES])
+    image = share @ palette + (1.0 - share.sum(axis=2, keepdims=True))
+    extent = (0.0, timeline.step_s * 1e3, len(workers), 0.0)
+    axes.imshow(np.clip(image, 0.0, 1.0), aspect="auto", extent=extent, interpolation="nearest")
+    axes.axvspan(span.start_s * 1e3, span.end_s * 1e3, facecolor="none", edgecolor="black", linewidth=1.2, zorder=4)
+    axes.set_yticks(np.arange(len(workers)) + 0.5, [placement.workers[worker].name for worker in workers], fontsize=5.8)
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(14))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axes.tick_params(axis="x", labelsize=7.5)
+
+
+def _key(figure: Figure, codes: list[int]) -> None:
+    width, height = figure.get_size_inches()
+    handles = [Patch(facecolor=CLASSES[code].colour, label=CLASSES[code].label) for code in codes]
+    figure.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(0.07 / width, 1 - 0.6 / height),
+        ncols=7,
+        handlelength=1.2,
+        handleheight=0.9,
+        columnspacing=1.3,
+        borderaxespad=0.0,
+        fontsize=8,
+    )

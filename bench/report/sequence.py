@@ -1,0 +1,230 @@
+"""Decides the by-sequence pictures: what happens to speed-up, exposed communication and stall as sequences grow.
+
+One panel per view and model (and depth, and batch, where a collection mixes
+them); runs of different clusters, calibrations or back ends never share a
+picture. Sequence lengths are spaced evenly, as the field draws them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from bench.report.facts import ORIGIN, REFERENCE, finite, row_label
+from bench.report.style import MUTED, axes_at, canvas, drawing, footer, hatches, headline, save, system_colours
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Record = Mapping[str, Any]
+
+NEEDED = (
+    *("backend", "cluster", "calibration", "model", "depth_used", "depth_of", "seq", "global_batch"),
+    *("view", "system", "variant", "implementation", "status"),
+    *("speedup", "exposed_comm_s", "stall_s"),
+)
+"""Columns read from the frame: names as in table.csv."""
+
+PANEL_W, PANEL_H, LEFT, GAP_X, GAP_Y, TOP, FOOT = 5.6, 2.6, 0.8, 0.75, 0.85, 1.35, 0.75
+SHORT_STATUS = {"oom": "OOM", "not_applicable": "n/a", "failed": "failed"}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One quantity over sequence length."""
+
+    name: str
+    column: str
+    title: str
+    axis: str
+    reference: float | None = None
+
+
+METRICS = (
+    Metric("speedup", "speedup", f"Speed-up over {REFERENCE} by sequence length", f"speed-up over\n{REFERENCE}", 1.0),
+    Metric("exposed", "exposed_comm_s", "Exposed communication by sequence length", "exposed communication\nper step [s]"),
+    Metric("stall", "stall_s", "Stall (exposed + bubble) by sequence length", "exposed + bubble\nper step [s]"),
+)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Runs that may be compared: one model at one depth and about one batch size, over sequence lengths."""
+
+    title: str
+    cells: Mapping[tuple[str, str, int], Record]
+    """Rows by (view, label, seq)."""
+
+    @property
+    def lengths(self) -> list[int]:
+        return sorted({seq for _, _, seq in self.cells})
+
+
+def by_sequence(results_dir: Path, frame: pd.DataFrame) -> list[Path]:
+    """Write by_sequence_<metric>_<backend>_<cluster>_<calibration>.png|svg for a collected frame; returns the paths.
+
+    `frame` has one line per results row with the columns of table.csv. Of lines
+    that name the same point the last one counts.
+    """
+    missing = [name for name in NEEDED if name not in frame.columns]
+    if missing:
+        raise ValueError(f"by-sequence figures need the columns {', '.join(NEEDED)}; missing: {', '.join(missing)}")
+    rows = [_clean(record) for record in frame.to_dict("records")]
+    groups: dict[tuple[str, str, str], list[Record]] = {}
+    for row in rows:
+        groups.setdefault((str(row["backend"]), str(row["cluster"]), str(row["calibration"])), []).append(row)
+    paths: list[Path] = []
+    with drawing():
+        for key in sorted(groups):
+            panels, superseded = make_panels(groups[key])
+            for metric in METRICS:
+                stem = re.sub(r"[^A-Za-z0-9._-]+", "-", "_".join(("by_sequence", metric.name, *key)))
+                pair = [results_dir / f"{stem}.{suffix}" for suffix in ("png", "svg")]
+                save(_figure(metric, panels, groups[key], key, superseded), *pair)
+                paths += pair
+    return paths
+
+
+def _clean(record: Mapping[Any, Any]) -> dict[str, Any]:
+    """A record without pandas' ways of saying "nothing"."""
+    return {str(key): None if value is None or value != value else value for key, value in record.items()}
+
+
+def make_panels(rows: Sequence[Record]) -> tuple[list[Panel], int]:
+    """Panels in order of model name, and how many rows gave way to a later one of the same point."""
+    groups: dict[tuple[str, int, int, int], dict[tuple[str, str, int], Record]] = {}
+    superseded = 0
+    for row in rows:
+        tokens = float(row["seq"]) * float(row["global_batch"])
+        key = (str(row["model"]), int(row["depth_of"]), int(row["depth_used"]), round(math.log2(tokens)))
+        cells = groups.setdefault(key, {})
+        point = (str(row["view"]), row_label(row), int(row["seq"]))
+        superseded += point in cells
+        cells[point] = row
+    panels = []
+    for (model, depth_of, depth_used, _), cells in sorted(groups.items()):
+        batches = {float(row["seq"]) * float(row["global_batch"]) / 1e6 for row in cells.values()}
+        title = f"{model}, {depth_used} of {depth_of} layers, {_span(sorted(batches))} M tokens per step"
+        panels.append(Panel(title, cells))
+    return panels, superseded
+
+
+def _span(values: Sequence[float]) -> str:
+    """ "8.4" or "8.4–8.6"."""
+    low, high = f"{values[0]:.3g}", f"{values[-1]:.3g}"
+    return low if low == high else f"{low}–{high}"
+
+
+def _figure(metric: Metric, panels: Sequence[Panel], rows: Sequence[Record], key: tuple[str, ...], superseded: int) -> Figure:
+    """Rows of panels are models, columns are views."""
+    views = list(dict.fromkeys(str(row["view"]) for row in rows))
+    pairs = list(dict.fromkeys((str(row["system"]), row_label(row)) for row in rows))
+    colours, marks = system_colours(system for system, _ in pairs), hatches(pairs)
+    width = LEFT + len(views) * PANEL_W + (len(views) - 1) * GAP_X + 0.3
+    key_rows = -(-len(pairs) // max(1, int(width / 1.9)))
+    top = TOP + 0.22 * (key_rows - 1)
+    figure = canvas(width, top + len(panels) * PANEL_H + (len(panels) - 1) * GAP_Y + FOOT)
+    for line, panel in enumerate(panels):
+        bottom = figure.get_figheight() - top - (line + 1) * PANEL_H - line * GAP_Y
+        highest = _highest(metric, panel)
+        for column, view in enumerate(views):
+            axes = axes_at(figure, LEFT + column * (PANEL_W + GAP_X), bottom, PANEL_W, PANEL_H)
+            axes.set_title(f"{panel.title} · {view}", loc="left", fontsize=9)
+            _bars(axes, metric, panel, view, pairs, colours, marks, highest)
+            if column == 0:
+                axes.set_ylabel(metric.axis)
+    backend, cluster, calibration = key
+    headline(figure, metric.title, f"{ORIGIN[backend]} on {cluster} (calibration {calibration}); speed-ups are within one view")
+    _key(figure, pairs, colours, marks, max(1, int(width / 1.9)))
+    note = f"{superseded} earlier values of the same points are not shown. " if superseded else ""
+    footer(figure, note + "OOM: out of memory, n/a: not applicable, no mark: not run.")
+    return figure
+
+
+def _highest(metric: Metric, panel: Panel) -> float:
+    values = [finite(row.get(metric.column)) or 0.0 for row in panel.cells.values()]
+    return max([*values, metric.reference or 0.0]) or 1.0
+
+
+def _bars(
+    axes: Axes,
+    metric: Metric,
+    panel: Panel,
+    view: str,
+    pairs: Sequence[tuple[str, str]],
+    colours: Mapping[str, str],
+    marks: Mapping[tuple[str, str], str],
+    highest: float,
+) -> None:
+    """Grouped bars: a group per sequence length, a bar per system, its value on top."""
+    lengths = panel.lengths
+    width = 0.84 / len(pairs)
+    font = min(8.0, 0.62 * width * PANEL_W / len(lengths) * 72)
+    for group, seq in enumerate(lengths):
+        for index, (system, label) in enumerate(pairs):
+            row = panel.cells.get((view, label, seq))
+            if row is None:
+                continue
+            x = group + (index - (len(pairs) - 1) / 2) * width
+            value = finite(row.get(metric.column))
+            if value is None:
+                text, value = SHORT_STATUS.get(str(row["status"]), "–"), 0.0
+            else:
+                hatch = marks[system, label]
+                axes.bar(x, value, 0.9 * width, color=colours[system], hatch=hatch, edgecolor="white", linewidth=0)
+                text = f"{value:.2f}" if highest < 100 else f"{value:.0f}"
+            axes.annotate(
+                text,
+                (x, value),
+                (0, 2.5),
+                textcoords="offset points",
+                rotation=90,
+                ha="center",
+                va="bottom",
+                fontsize=max(font, 5.0),
+                color=MUTED if text in SHORT_STATUS.values() else "#222222",
+            )
+    axes.set_xticks(range(len(lengths)), [_length(seq) for seq in lengths])
+    axes.set_xlim(-0.5, len(lengths) - 0.5)
+    axes.set_ylim(0, highest * 1.22)
+    axes.tick_params(axis="x", length=0)
+    axes.grid(axis="y")
+    axes.set_xlabel("sequence length [tokens]")
+    if metric.reference is not None:
+        axes.axhline(metric.reference, color="#444444", linewidth=1.0, linestyle=(0, (4, 3)), zorder=3)
+
+
+def _length(seq: int) -> str:
+    """ "32K" for whole multiples of 1,024, else the number."""
+    return f"{seq // 1024}K" if seq % 1024 == 0 else f"{seq:,}"
+
+
+def _key(
+    figure: Figure,
+    pairs: Sequence[tuple[str, str]],
+    colours: Mapping[str, str],
+    marks: Mapping[tuple[str, str], str],
+    columns: int,
+) -> None:
+    width, height = figure.get_size_inches()
+    handles = [
+        Patch(facecolor=colours[system], hatch=marks[system, label], edgecolor="white", linewidth=0, label=label)
+        for system, label in pairs
+    ]
+    figure.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(0.07 / width, 1 - 0.6 / height),
+        ncols=columns,
+        handlelength=1.3,
+        columnspacing=1.4,
+        borderaxespad=0.0,
+    )
