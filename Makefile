@@ -1,0 +1,87 @@
+# One command per job; `make help` lists them. Everything runs in .venv, which is made and filled on first use.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALL := $(PY) -m pip install --disable-pip-version-check --constraint constraints.txt
+# torch without CUDA is a tenth of the size and all that the tests need.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# pip names each package it fetches, on one growing line; its errors stay on stderr.
+NAMES := awk '/^Collecting/ {printf " %s", $$2; fflush()} END {print ""}'
+WORKERS ?= 2
+SWEEP_MODELS := deepseek_moe,gpt_oss,qwen3
+SWEEP_SEQS := 4k,8k,16k,32k
+THREADS := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 NUMBA_NUM_THREADS=1
+
+# Variables that become Hydra overrides, each only where it is set.
+override_of = $(if $(strip $($(1))),'$(2)=$($(1))')
+OVERRIDES = $(call override_of,MODEL,model) $(call override_of,SEQ,seq) $(COMMON)
+COMMON = $(call override_of,CLUSTER,cluster) $(if $(strip $(SYSTEMS)),'systems=[$(SYSTEMS)]') \
+	$(call override_of,TRANSPORT,transport) $(call override_of,CALIBRATION,calibration) \
+	$(call override_of,BACKEND,backend) $(call override_of,IMPL,impl) $(ARGS)
+
+.PHONY: help bench sweep collect test test-slow lint microbench clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
+	@echo
+	@echo "  Variables: MODEL SEQ CLUSTER SYSTEMS TRANSPORT CALIBRATION BACKEND IMPL, and ARGS for any other override."
+	@echo "  Example:   make bench MODEL=qwen3 SEQ=32k SYSTEMS=disagmoe,tutel ARGS=\"batch=1024\""
+
+bench: $(VENV)/.core ## compare the systems: make bench MODEL=qwen3 SEQ=32k
+	@$(PY) -m bench $(OVERRIDES)
+
+sweep: $(VENV)/.core ## three models at four sequence lengths (tables only), then the summary
+	@status=0; \
+	$(PY) -m bench -m 'model=$(or $(strip $(MODEL)),$(SWEEP_MODELS))' \
+		'seq=$(or $(strip $(SEQ)),$(SWEEP_SEQS))' artifacts=tables $(COMMON) || status=$$?; \
+	$(PY) -m bench.collect || status=$$?; \
+	exit $$status
+
+collect: $(VENV)/.core ## results/summary.{md,csv} and the by-sequence figures from all runs
+	@$(PY) -m bench.collect
+
+test: lint ## lint, types, import rules and the fast tests
+	@$(THREADS) $(PY) -m pytest -m "not slow" -n $(WORKERS) $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.dev ## the tests that take long
+	@$(THREADS) $(PY) -m pytest -m slow -n $(WORKERS) $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev ## ruff, import rules, mypy
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check --quiet . || { echo "some files are not formatted: run $(PY) -m ruff format ."; exit 1; }
+	@$(VENV)/bin/lint-imports
+	@$(PY) -m mypy
+
+microbench: $(VENV)/.dev ## speed of the simulator and of plan building (pytest-benchmark)
+	@$(THREADS) $(PY) -m pytest bench/micro --benchmark-only --benchmark-columns=min,median,stddev,rounds $(PYTEST_ARGS)
+
+clean: ## remove caches and build files (neither results/ nor .venv)
+	@rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks build dist *.egg-info
+	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# The first Python of at least 3.11 on the path; PYTHON=... chooses another.
+$(PY):
+	@for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+		if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi; \
+		python=; \
+	done; \
+	if [ -z "$$python" ]; then echo "no Python 3.11 or newer found; set PYTHON=/path/to/python" >&2; exit 1; fi; \
+	echo "Making $(VENV) with $$("$$python" --version)"; \
+	"$$python" -m venv $(VENV)
+
+$(VENV)/.core: pyproject.toml constraints.txt | $(PY)
+	@printf 'Installing the suite (about 150 MB to fetch, once):'
+	@$(INSTALL) --editable '.[launchers]' | $(NAMES)
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.core
+	@printf 'Installing torch (CPU) and the development tools (about 250 MB to fetch, once):'
+	@$(INSTALL) --no-deps --retries 1 --index-url $(TORCH_INDEX) 'torch>=2.6' 2>/dev/null | $(NAMES) \
+		|| echo "  torch's CPU index cannot be reached: taking torch from the default index"
+	@$(INSTALL) --editable '.[launchers,dev]' | $(NAMES)
+	@touch $@

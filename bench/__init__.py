@@ -1,0 +1,1 @@
+"""The harness: resolve a configuration, evaluate every system, publish tables and figures."""

@@ -1,0 +1,253 @@
+"""What a run is: every value of the command line checked and resolved once.
+
+Decides which values this version accepts and what each default means. Nothing
+here knows of Hydra: it hands over a plain mapping (conf/config.yaml with its
+overrides) and the names chosen in each group. Every refusal is a ValueError of
+one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from baselines.registry import REFERENCE, get_system, system_class, system_names
+from disagmoe.allocator.tuner import DEFAULT_BUDGET
+from disagmoe.cost.calibration import MERGES, TRANSPORTS, calibration_from_mapping, load_calibration
+from disagmoe.specs import (
+    ClusterSpec,
+    ModelSpec,
+    Workload,
+    cluster_from_mapping,
+    context_warning,
+    default_global_batch,
+    load_cluster,
+    load_model,
+    model_from_mapping,
+    parse_size,
+)
+from disagmoe.specs import fields as read
+
+VIEWS: Mapping[str, tuple[str, ...]] = {
+    "native": ("native",),
+    "uniform": ("uniform",),
+    "both": ("native", "uniform"),
+}
+BACKENDS = ("simulate",)
+IMPLEMENTATIONS = ("equivalent",)
+DEPTHS = ("full",)
+ARTIFACTS = ("all", "tables", "auto")
+MODEL_FROM_FILE = "hf"
+"""Option of the group `model` that holds no model but a path to one."""
+FROM_FILE = "file"
+"""Option of the groups `cluster` and `calibration` that holds a path."""
+MAX_TAG = 200
+SETTINGS = (
+    *("model", "cluster", "calibration", "seq", "batch", "micro_batch", "skew", "stragglers"),
+    *("systems", "system", "transport", "uniform_transport", "merge", "ep", "depth", "budget"),
+    *("backend", "impl", "artifacts", "results_dir", "force", "debug", "tag"),
+)
+"""The top-level keys of a configuration."""
+
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One resolved run.
+
+    `calibration` is a shipped name or a path. `systems` are registry names in
+    the order of the tables, the reference first; `system_options` holds the
+    options set for some of them. `ep` None lets the planners choose, `merge` None
+    merges copies as each transport does. `budget` is the number of plans timed
+    per tuning round. `files` are the data files the run was read from. The fields
+    from `artifacts` on do not change results.
+    """
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    workload: Workload
+    calibration: str
+    views: tuple[str, ...]
+    uniform_transport: str
+    merge: str | None
+    systems: tuple[str, ...]
+    system_options: Mapping[str, Options]
+    ep: int | None
+    depth: str
+    backend: str
+    impl: str
+    budget: int
+    tag: str
+    files: tuple[Path, ...] = ()
+    artifacts: str = "all"
+    force: bool = False
+    debug: bool = False
+    results_dir: Path = Path("results")
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+
+
+def resolve(values: Options, choices: Mapping[str, str | None], *, sweep: bool = False) -> RunConfig:
+    """Check and resolve the values of conf/config.yaml.
+
+    `choices` names the option taken in the groups model, cluster and
+    calibration. `sweep` says that this is one job of several, which keeps only
+    tables unless told otherwise. Raises ValueError.
+    """
+    unknown = sorted(set(values) - set(SETTINGS))
+    if unknown:
+        raise ValueError(f"no setting {unknown[0]!r}; settings: {', '.join(SETTINGS)}")
+    model, model_file = _model(values["model"], choices["model"])
+    cluster, cluster_file = _cluster(values["cluster"], choices["cluster"])
+    calibration, calibration_file = _calibration(values.get("calibration"), choices.get("calibration"), cluster)
+    workload = _workload(values)
+    systems = _systems(values["systems"])
+    artifacts = _one_of("artifacts", values["artifacts"], ARTIFACTS)
+    if artifacts == "auto":
+        artifacts = "tables" if sweep else "all"
+    warning = context_warning(model, workload.seq)
+    return RunConfig(
+        model=model,
+        cluster=cluster,
+        workload=workload,
+        calibration=calibration,
+        views=VIEWS[_one_of("transport", values["transport"], tuple(VIEWS))],
+        uniform_transport=_one_of("uniform_transport", values["uniform_transport"], TRANSPORTS),
+        merge=None if values["merge"] is None else _one_of("merge", values["merge"], MERGES),
+        systems=systems,
+        system_options=_system_options(values["system"], systems),
+        ep=None if values["ep"] == "auto" else _positive("ep", values["ep"], "or auto"),
+        depth=_one_of("depth", values["depth"], DEPTHS, "in this version"),
+        backend=_one_of("backend", values["backend"], BACKENDS, "in this version"),
+        impl=_one_of("impl", values["impl"], IMPLEMENTATIONS, "in this version"),
+        budget=DEFAULT_BUDGET if values["budget"] is None else _positive("budget", values["budget"]),
+        tag=_tag(values["tag"]),
+        files=tuple(path for path in (model_file, cluster_file, calibration_file) if path is not None),
+        artifacts=artifacts,
+        force=read.as_bool(values["force"], "force"),
+        debug=read.as_bool(values["debug"], "debug"),
+        results_dir=Path(read.as_str(values["results_dir"], "results_dir")),
+        warnings=(warning,) if warning else (),
+    )
+
+
+def _one_of(key: str, value: object, allowed: Sequence[str], when: str = "") -> str:
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{key}={_shown(value)}: allowed{' ' + when if when else ''}: {', '.join(allowed)}")
+    return value
+
+
+def _shown(value: object) -> str:
+    """A value as the user would type it."""
+    return "null" if value is None else str(value)
+
+
+def _positive(key: str, value: object, otherwise: str = "") -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ValueError(f"{key}={_shown(value)}: allowed: a positive integer{' ' + otherwise if otherwise else ''}")
+    return value
+
+
+def _path(group: str, mapping: Options) -> Path:
+    """The path a group option `file` or `hf` carries."""
+    value = mapping.get("path")
+    if not isinstance(value, str) or value in ("", "???"):
+        raise ValueError(f"{group}.path must name a file: {group}=<path>")
+    return Path(value).expanduser()
+
+
+def _model(mapping: Options, choice: str | None) -> tuple[ModelSpec, Path | None]:
+    if choice == MODEL_FROM_FILE:
+        path = _path("model", mapping)
+        return load_model(str(path)), path / "config.json" if path.is_dir() else path
+    path_of = read.shipped("model")
+    given = {"name": choice, **mapping}
+    if choice in path_of and isinstance(given.get("layers"), int):
+        full = load_model(choice)
+        if 0 < given["layers"] < full.layers:  # fewer layers: cut the model, with its dense and windowed layers
+            return model_from_mapping({**given, "layers": full.layers}).with_layers(given["layers"]), path_of[choice]
+    return model_from_mapping(given), path_of.get(choice or "")
+
+
+def _cluster(mapping: Options, choice: str | None) -> tuple[ClusterSpec, Path | None]:
+    if choice == FROM_FILE:
+        path = _path("cluster", mapping)
+        return load_cluster(str(path)), path
+    return cluster_from_mapping({"name": choice, **mapping}), read.shipped("cluster").get(choice or "")
+
+
+def _calibration(mapping: Options | None, choice: str | None, cluster: ClusterSpec) -> tuple[str, Path | None]:
+    """Name (or path) and file of the calibration: the one asked for, otherwise the cluster's."""
+    name = choice or cluster.calibration
+    if choice == FROM_FILE:
+        name = str(_path("calibration", mapping or {}))
+    loaded = load_calibration(name)  # raises where there is none of this name
+    if mapping and choice != FROM_FILE and calibration_from_mapping(mapping, name) != loaded:
+        raise ValueError(
+            f"the numbers of calibration {name} carry their sources and are not set one by one: "
+            "change a copy of its file and use calibration=<path>"
+        )
+    return name, read.shipped("calibration").get(name, Path(name))
+
+
+def _workload(values: Options) -> Workload:
+    seq = parse_size(values["seq"], "seq")
+    batch = values["batch"]
+    micro_batch = values["micro_batch"]
+    stragglers = []
+    for item in read.as_list(values["stragglers"], "stragglers"):
+        pair = read.as_list(item, "stragglers entry")
+        if len(pair) != 2:
+            raise ValueError(f"stragglers must be a list of [worker, slowdown] pairs, got {item}")
+        stragglers.append((read.as_int(pair[0], "straggler worker"), read.as_float(pair[1], "straggler slowdown")))
+    return Workload(
+        seq=seq,
+        global_batch=default_global_batch(seq) if batch is None else parse_size(batch, "batch"),
+        micro_batch=None if micro_batch is None else _positive("micro_batch", micro_batch),
+        skew=read.as_float(values["skew"], "skew"),
+        stragglers=tuple(stragglers),
+    )
+
+
+def _systems(value: object) -> tuple[str, ...]:
+    """The systems asked for, in registry order, without repetition; the reference always runs first."""
+    if value == "all":
+        return system_names()
+    names = value.split(",") if isinstance(value, str) else read.as_list(value, "systems")
+    asked = [str(name).strip() for name in names]
+    if not asked or not all(asked):
+        raise ValueError(f"systems={_shown(value)}: allowed: all, or any of {', '.join(system_names())}")
+    for name in asked:
+        system_class(name)  # raises where there is none of this name
+    return tuple(name for name in system_names() if name in asked or name == REFERENCE)
+
+
+def _system_options(value: object, systems: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Options per system: those of conf/system/<name>.yaml, then those of the command line."""
+    given = read.as_mapping(value, "system")
+    unused = [name for name in given if name not in systems]
+    if unused:
+        raise ValueError(
+            f"system.{unused[0]} is set but {unused[0]} does not run; systems that run: {', '.join(systems)}"
+        )
+    presets = read.shipped("system")
+    merged: dict[str, dict[str, Any]] = {}
+    for name in systems:
+        preset = read.read_file(presets[name], f"system {name}") if name in presets else {}
+        options = {**preset, **read.as_mapping(given.get(name, {}), f"system.{name}")}
+        try:
+            get_system(name, **options)  # raises at an unknown option or a bad value
+        except TypeError as error:
+            raise ValueError(f"system.{name}: {error}") from None
+        if options:
+            merged[name] = options
+    return merged
+
+
+def _tag(value: object) -> str:
+    tag = "" if value is None else str(value)
+    if isinstance(value, list | dict) or len(tag) > MAX_TAG or not (tag == "" or tag.isprintable()):
+        raise ValueError(f"tag={_shown(value)[:60]}: allowed: a text of at most {MAX_TAG} printable characters")
+    return tag

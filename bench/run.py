@@ -1,0 +1,149 @@
+"""One run, from its resolved configuration to its directory in results/.
+
+Decides when a run is already there: its record is whole, no row failed, and it
+holds what is asked for now (tables, or figures and traces too).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bench.config import RunConfig
+from bench.identity import Identity, directory_name, identify, plain
+from bench.progress import Bar
+from bench.publish import locked, publish, remove_stale
+from bench.results import RESULTS_FILE, Results, assemble, failed_rows, load, text_of
+
+CONFIG_FILE = Path(".hydra") / "config.yaml"
+OVERRIDES_FILE = Path(".hydra") / "overrides.yaml"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where a run lies, whether it was there before, and what failed in it (one line per row)."""
+
+    directory: Path
+    skipped: bool
+    failures: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a run was asked for: the command, its overrides, and how much it may print."""
+
+    command: Sequence[str] = ("python", "-m", "bench")
+    overrides: Sequence[str] = ()
+    tables: bool = True
+    bar: bool = True
+
+
+def execute(config: RunConfig, call: Call | None = None) -> Outcome:
+    """Run a configuration unless it is already there, publish it and print its tables.
+
+    Raises ValueError for what the user asked wrongly; nothing is left in
+    results/ by a run that raises.
+    """
+    call = call or Call()
+    identity = identify(config)
+    for warning in config.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    target = config.results_dir / directory_name(config, identity.run_id)
+    made = _make_directory(config.results_dir)
+    try:
+        with locked(config.results_dir, identity.run_id, on_wait=lambda: _say(f"waiting for an equal run: {target}")):
+            remove_stale(config.results_dir, identity.run_id)
+            results = None if config.force else finished(target, config.artifacts)
+            skipped = results is not None
+            if results is None:
+                results = _publish(config, identity, call, target)
+    except BaseException:
+        if made and not any(config.results_dir.iterdir()):
+            config.results_dir.rmdir()
+        raise
+    _show(results, target, skipped, call)
+    return Outcome(target, skipped, tuple(failed_rows(results)))
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _make_directory(path: Path) -> bool:
+    """Make the results directory; True where it was not there."""
+    if path.is_dir():
+        return False
+    try:
+        path.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"results_dir={path}: cannot be made: {error.strerror}") from None
+    return True
+
+
+def finished(directory: Path, artifacts: str) -> Results | None:
+    """The record of a run that needs no repeating, else None."""
+    try:
+        results = load(directory)
+        stored = yaml.safe_load((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    enough = isinstance(stored, dict) and stored.get("artifacts") in ("all", artifacts)
+    return results if enough and not failed_rows(results) else None
+
+
+def _publish(config: RunConfig, identity: Identity, call: Call, target: Path) -> Results:
+    """Evaluate and write everything into a directory that appears at once. Returns the record."""
+    from bench import report  # what is slow to load comes here, off the way to an error message
+    from bench.evaluate import evaluate
+
+    _say(_announcement(config))
+    with Bar(len(config.systems) * len(config.views) + 1, enabled=call.bar) as bar:
+        evaluation = evaluate(config, bar)
+        results = assemble(config, identity, call.command, evaluation)
+        results["paper"] = plain(report.compare(results))
+        text = text_of(results)
+
+        def build(directory: Path) -> None:
+            (directory / RESULTS_FILE).write_text(text, encoding="utf-8")
+            (directory / CONFIG_FILE).parent.mkdir()
+            _write_yaml(directory / CONFIG_FILE, settings(config))
+            _write_yaml(directory / OVERRIDES_FILE, list(call.overrides))
+            report.write(directory, results, evaluation, config.artifacts, lambda name: bar(f"report, {name}"))
+
+        publish(target, identity.run_id, build)
+    return results
+
+
+def _announcement(config: RunConfig) -> str:
+    workload = config.workload
+    return (
+        f"{config.model.title}: seq {workload.seq:,}, {workload.global_batch:,} sequences per step "
+        f"on {config.cluster.name}, backend {config.backend}, {', '.join(config.systems)}; "
+        f"transports: {' and '.join(config.views)}"
+    )
+
+
+def settings(config: RunConfig) -> dict[str, Any]:
+    """The resolved configuration as plain values."""
+    values = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "warnings"}
+    return {key: plain(value) for key, value in values.items()}
+
+
+def _write_yaml(path: Path, value: Any) -> None:
+    path.write_text(yaml.safe_dump(value, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def _show(results: Results, target: Path, skipped: bool, call: Call) -> None:
+    if call.tables:
+        from bench import report
+
+        report.print_tables(results)
+    if skipped:
+        _say(f"already there: {target} (force=true runs it again)")
+    else:
+        _say(f"results: {target}")
