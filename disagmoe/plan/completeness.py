@@ -157,37 +157,40 @@ def _disagreement(key: LongArray, value: NDArray[np.integer]) -> tuple[int, int]
 
 
 def check_step_end(program: Program) -> None:
-    """Gradients are reduced where there are any, reduced if gathered, and applied on every worker if on one."""
-    gradient = np.isin(program.kind, [int(k) for k in sorted(COMPUTE_KINDS - {Kind.OPTIM})])
-    gradient &= np.isin(program.phase, (Phase.B, Phase.W))
-    has = np.zeros((program.n_workers, program.n_layers + 1), dtype=np.bool_)  # column 0 is layer -1
-    has[program.worker[gradient], program.layer[gradient] + 1] = True
-    covered = {}
-    for phase in (Phase.F, Phase.B):
-        rows = np.flatnonzero((program.kind == int(Kind.GRAD_SYNC)) & (program.phase == int(phase)))
-        covered[phase] = _covered(program, rows, has.shape)
-    reduces = (program.kind == int(Kind.GRAD_SYNC)) & (program.phase == int(Phase.B)) & (program.layer >= 0)
-    for row in np.flatnonzero(reduces):
-        if not has[program.worker[row], program.layer[row] + 1]:
-            raise PlanError(
-                f"nothing to reduce: {row_token(program, int(row))}, this worker has no gradient of that layer"
-            )
-    if (unreduced := has & covered[Phase.F] & ~covered[Phase.B]).any():
-        worker, layer = (int(i) for i in np.argwhere(unreduced)[0])
-        token = op_token(Op(Kind.GRAD_SYNC, Phase.B, layer - 1))
+    """Step work is alike everywhere: where one gradient is reduced, applied or gathered, all are.
+
+    Layer -1 stands for the whole worker if it has no GRAD_SYNC per layer in that
+    phase, else for the embedding and the head.
+    """
+    kind, phase = program.kind, program.phase
+    gradient = np.isin(kind, [int(k) for k in sorted(COMPUTE_KINDS - {Kind.OPTIM})])
+    gradient &= np.isin(phase, (Phase.B, Phase.W))
+    shape = (program.n_workers, program.n_layers + 1)  # column 0 is layer -1
+    has = _mark(program, np.flatnonzero(gradient), shape)
+    for direction, verb in ((Phase.B, "reduced"), (Phase.F, "gathered")):
+        rows = np.flatnonzero((kind == int(Kind.GRAD_SYNC)) & (phase == int(direction)))
+        named = _mark(program, rows, shape)
+        if (extra := (named & ~has)[:, 1:]).any():
+            worker, layer = (int(i) for i in np.argwhere(extra)[0])
+            token = op_token(Op(Kind.GRAD_SYNC, direction, layer))
+            raise PlanError(f"nothing to do: {token}@w{worker}, this worker has no gradient of layer {layer}")
+        whole = named[:, 0] & ~named[:, 1:].any(axis=1)
+        if rows.size and (left := has & ~named & ~whole[:, None]).any():
+            worker, layer = (int(i) for i in np.argwhere(left)[0])
+            token = op_token(Op(Kind.GRAD_SYNC, direction, layer - 1))
+            raise PlanError(f"missing operation: {token}@w{worker} is not in the Program, other gradients are {verb}")
+    steps = _mark(program, np.flatnonzero(kind == int(Kind.OPTIM)), shape).any(axis=1)
+    gathers = _mark(program, np.flatnonzero((kind == int(Kind.GRAD_SYNC)) & (phase == int(Phase.F))), shape).any(axis=1)
+    needs = gathers | (has.any(axis=1) & steps.any())
+    if (idle := needs & ~steps).any():
+        token = op_token(Op(Kind.OPTIM, Phase.F))
         raise PlanError(
-            f"missing operation: {token}@w{worker}; its parameters are gathered but its gradient is never reduced"
+            f"missing operation: {token}@w{int(idle.argmax())} is not in the Program, other gradients are applied"
         )
-    steps = np.zeros(program.n_workers, dtype=np.bool_)
-    steps[program.worker[program.kind == int(Kind.OPTIM)]] = True
-    if steps.any() and (idle := has.any(axis=1) & ~steps).any():
-        raise PlanError(f"missing operation: OPTIM on worker {int(idle.argmax())}, which has gradients")
 
 
-def _covered(program: Program, rows: NDArray[np.intp], shape: tuple[int, int]) -> BoolArray:
-    """(worker, layer) that these GRAD_SYNC rows cover; layer -1 covers all of the worker."""
-    covered = np.zeros(shape, dtype=np.bool_)
-    covered[program.worker[rows], program.layer[rows] + 1] = True
-    whole = np.zeros(shape[0], dtype=np.bool_)
-    whole[program.worker[rows[program.layer[rows] == -1]]] = True
-    return covered | whole[:, None]
+def _mark(program: Program, rows: NDArray[np.intp], shape: tuple[int, int]) -> BoolArray:
+    """Flags [workers, layers + 1] of the (worker, layer) of these rows, layer -1 first."""
+    marks = np.zeros(shape, dtype=np.bool_)
+    marks[program.worker[rows], program.layer[rows] + 1] = True
+    return marks
