@@ -47,24 +47,28 @@ class Number:
 class Rates:
     """The numbers of a calibration. Efficiencies are fractions of the device's peak.
 
-    A GEMM of r rows runs at `*_gemm_efficiency` x r / (r + `*_gemm_rows_half`);
-    for a grouped GEMM r is rows per expert. An attention kernel of head width d
-    (mean of the query-key and the value width) runs at `attention_efficiency` x
-    d / (d + `attention_dim_half`), and pays `attention_pad` / d keys more per
-    query than the mask lets through (whole tiles are computed); its backward
-    runs at `attention_backward_ratio` of that. `launch_us` is paid per kernel.
-    `nvlink_efficiency` and `nic_efficiency` (of the line rate in one direction)
-    hold for an exchange of many peers, `ring_*` for a ring collective;
-    `transfer_alpha_us` is the latency of any transfer.
+    A GEMM of r rows runs at its efficiency x r / (r + `rows_half`): `projection`
+    around attention (router included), `dense` for shared experts, dense MLPs
+    and the output head, `grouped` for experts, where r counts one expert's rows.
+    An attention kernel of head width d (mean of the query-key and the value
+    width) runs at `attention_efficiency` x d / (d + `attention_dim_half`) and
+    computes `attention_pad_keys` keys more per query than the mask lets through
+    (whole tiles); its backward runs at `attention_backward_ratio` of that.
+    `launch_us` is paid per kernel. `nvlink_efficiency` and `nic_efficiency` (of
+    the line rate in one direction) hold for an exchange of many peers, `ring_*`
+    for a ring collective; a transfer pays `nic_alpha_us` where bytes cross NICs,
+    else `nvlink_alpha_us`.
     """
 
-    dense_gemm_efficiency: float
-    dense_gemm_rows_half: float
-    grouped_gemm_efficiency: float
-    grouped_gemm_rows_half: float
+    projection_efficiency: float
+    projection_rows_half: float
+    dense_efficiency: float
+    dense_rows_half: float
+    grouped_efficiency: float
+    grouped_rows_half: float
     attention_efficiency: float
     attention_dim_half: float
-    attention_pad: float
+    attention_pad_keys: float
     attention_backward_ratio: float
     hbm_efficiency: float
     launch_us: float
@@ -72,7 +76,8 @@ class Rates:
     nic_efficiency: float
     ring_nvlink_efficiency: float
     ring_nic_efficiency: float
-    transfer_alpha_us: float
+    nic_alpha_us: float
+    nvlink_alpha_us: float
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,7 @@ def _number(name: str, value: object, what: str) -> Number:
 
 def _check(rates: Mapping[str, Number], stretch: Mapping[str, Mapping[str, Number]], what: str) -> None:
     for name, number in rates.items():
-        if number.value < 0.0 or (number.value == 0.0 and not name.endswith(("_half", "_pad", "_us"))):
+        if number.value < 0.0 or (number.value == 0.0 and not name.endswith(("_half", "_keys", "_us"))):
             raise ValueError(f"{what}: {name} must be positive, got {number.value!r}")
         if name.endswith(("_efficiency", "_ratio")) and number.value > 1.0:
             raise ValueError(f"{what}: {name} is a fraction of a peak and at most 1, got {number.value!r}")

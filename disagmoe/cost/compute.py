@@ -9,7 +9,7 @@ The scores cost five matrix products backward against two forward (the
 probabilities are recomputed), all in I; norms, rotary embedding and the like move
 1.5 times their forward bytes in I and nothing worth counting in W. R repeats F,
 B is I and W. Causal masking halves the scores once, here: what a kernel computes
-beyond the mask is in `attention_pad`.
+beyond the mask is in `attention_pad_keys`.
 Not modelled: biases, dropout, CUDA-graph effects, host time beyond `launch_us`.
 """
 
@@ -43,13 +43,16 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Gemm:
-    """`groups` products of [rows / groups, inner] with [inner, outer]; rows counts all groups."""
+    """`groups` products of [rows / groups, inner] with [inner, outer]; rows counts all groups.
+
+    `use` names its efficiency: "projection", "dense" or "grouped".
+    """
 
     rows: float
     inner: int
     outer: int
     groups: float = 1.0
-    grouped: bool = False
+    use: str = "dense"
 
 
 def phases(phase: Phase) -> tuple[Phase, ...]:
@@ -65,6 +68,11 @@ class Compute:
     def __init__(self, rates: Rates, device: Device) -> None:
         self.rates = rates
         self.peak = device.peak_bf16_tflops * 1e12
+        self.saturation = {
+            "projection": (rates.projection_efficiency, rates.projection_rows_half),
+            "dense": (rates.dense_efficiency, rates.dense_rows_half),
+            "grouped": (rates.grouped_efficiency, rates.grouped_rows_half),
+        }
         self.launch_s = rates.launch_us * 1e-6
         self.hbm = device.hbm_gbs * 1e9 * rates.hbm_efficiency
 
@@ -82,9 +90,7 @@ class Compute:
 
     def gemm(self, gemm: Gemm, phase: Phase) -> Kernel:
         """One GEMM in phase F, I or W; efficiency saturates with the rows of one group."""
-        rates = self.rates
-        top = rates.grouped_gemm_efficiency if gemm.grouped else rates.dense_gemm_efficiency
-        half = rates.grouped_gemm_rows_half if gemm.grouped else rates.dense_gemm_rows_half
+        top, half = self.saturation[gemm.use]
         rows = gemm.rows / gemm.groups
         weight = gemm.groups * gemm.inner * gemm.outer * (MAIN_GRAD if phase is Phase.W else BF16)
         return Kernel(
@@ -97,7 +103,7 @@ class Compute:
         """The attention kernel (forward, or the whole backward in phase I) of `sequences` sequences."""
         rates = self.rates
         width = (model.qk_dim + model.v_dim) / 2
-        keys = seq * (mean_keys(seq, window) + rates.attention_pad / width)
+        keys = seq * (mean_keys(seq, window) + rates.attention_pad_keys)
         efficiency = rates.attention_efficiency * width / (width + rates.attention_dim_half)
         flops = 4.0 * width * model.heads * keys * sequences
         kv_heads = model.heads if model.mla is not None else model.kv_heads
@@ -107,31 +113,28 @@ class Compute:
         return Kernel(flops * SCORE_BACKWARD, efficiency * rates.attention_backward_ratio, 3.0 * nbytes)
 
 
-def projections(model: ModelSpec, tokens: float) -> list[Gemm]:
-    """The weight GEMMs of one attention block, without the router."""
+def projections(model: ModelSpec, moe: bool, tokens: float) -> list[Gemm]:
+    """The weight GEMMs of one attention block; in a MoE layer the router too."""
+    shapes = [(model.heads * model.v_dim, model.hidden)]
     if model.mla is None:
-        query = model.heads * model.head_dim
-        fused = query + 2 * model.kv_heads * model.head_dim
-        return [Gemm(tokens, model.hidden, fused), Gemm(tokens, query, model.hidden)]
-    mla = model.mla
-    down = mla.kv_lora_rank + mla.qk_rope_head_dim
-    gemms = [
-        Gemm(tokens, model.hidden, down),
-        Gemm(tokens, mla.kv_lora_rank, model.heads * (mla.qk_nope_head_dim + mla.v_head_dim)),
-        Gemm(tokens, model.heads * mla.v_head_dim, model.hidden),
-    ]
-    if mla.q_lora_rank is None:
-        return [Gemm(tokens, model.hidden, model.heads * model.qk_dim), *gemms]
-    return [
-        Gemm(tokens, model.hidden, mla.q_lora_rank),
-        Gemm(tokens, mla.q_lora_rank, model.heads * model.qk_dim),
-        *gemms,
-    ]
+        shapes.append((model.hidden, (model.heads + 2 * model.kv_heads) * model.head_dim))
+    else:
+        mla = model.mla
+        shapes.append((model.hidden, mla.kv_lora_rank + mla.qk_rope_head_dim))
+        shapes.append((mla.kv_lora_rank, model.heads * (mla.qk_nope_head_dim + mla.v_head_dim)))
+        query = model.heads * model.qk_dim
+        if mla.q_lora_rank is None:
+            shapes.append((model.hidden, query))
+        else:
+            shapes += [(model.hidden, mla.q_lora_rank), (mla.q_lora_rank, query)]
+    if moe:
+        shapes.append((model.hidden, model.experts))
+    return [Gemm(tokens, inner, outer, use="projection") for inner, outer in shapes]
 
 
-def mlp(hidden: int, width: int, rows: float, groups: float = 1.0, grouped: bool = False) -> list[Gemm]:
+def mlp(hidden: int, width: int, rows: float, groups: float = 1.0, use: str = "dense") -> list[Gemm]:
     """A gated MLP: gate and up in one GEMM, then down."""
-    return [Gemm(rows, hidden, 2 * width, groups, grouped), Gemm(rows, width, hidden, groups, grouped)]
+    return [Gemm(rows, hidden, 2 * width, groups, use), Gemm(rows, width, hidden, groups, use)]
 
 
 def attention_pointwise(model: ModelSpec, moe: bool, tokens: float) -> list[float]:

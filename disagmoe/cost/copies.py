@@ -22,7 +22,7 @@ def distinct_units(experts: int, top_k: int, units: int, n_group: int = 1, topk_
     and min(top_k, units).
     """
     if units < 1 or not 1 <= top_k <= experts:
-        raise ValueError(f"cannot place top-{top_k} of {experts} experts on {units} ranks; allowed: 1 <= top-k <= experts")
+        raise ValueError(f"cannot place top-{top_k} of {experts} experts on {units} ranks; allowed: top-k 1 to {experts}")
     grouped = topk_group < n_group and (units % n_group == 0 or n_group % units == 0)
     if not grouped:
         return _uniform(experts, top_k, units)
@@ -38,9 +38,10 @@ def distinct_units(experts: int, top_k: int, units: int, n_group: int = 1, topk_
 def _uniform(experts: int, top_k: int, units: int) -> float:
     """Expected distinct units under uniform routing; uneven blocks differ by one expert."""
     small, larger = divmod(experts, units)
-    return larger * (1.0 - _missed(experts, small + 1, top_k)) + (units - larger) * (1.0 - _missed(experts, small, top_k))
+    hit_larger = 1.0 - _missed(experts, small + 1, top_k)
+    return larger * hit_larger + (units - larger) * (1.0 - _missed(experts, small, top_k))
 
 
 def _missed(total: int, block: int, drawn: int) -> float:
     """Probability that `drawn` of `total` without replacement all miss a block of `block`."""
-    return comb(total - block, drawn) / comb(total, drawn)
+    return comb(max(total - block, 0), drawn) / comb(total, drawn)

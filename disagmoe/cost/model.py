@@ -164,9 +164,7 @@ class CostModel:
     def _attention_s(self, moe: bool, window: int | None, phase: Phase, sequences: float) -> float:
         seq = self.workload.seq
         tokens = sequences * seq
-        gemms = work.projections(self.model, tokens)
-        if moe:
-            gemms.append(Gemm(tokens, self.model.hidden, self.model.experts))
+        gemms = work.projections(self.model, moe, tokens)
         pointwise = work.attention_pointwise(self.model, moe, tokens)
         total = 0.0
         for part in work.phases(phase):
@@ -186,7 +184,7 @@ class CostModel:
         if rows > 0.0:
             if not (moe and local_experts > 0.0):
                 raise ValueError(f"{rows:g} expert rows need a MoE layer and at least one local expert")
-            gemms += work.mlp(m.hidden, m.expert_width, rows, local_experts, grouped=True)
+            gemms += work.mlp(m.hidden, m.expert_width, rows, local_experts, use="grouped")
             pointwise += work.expert_pointwise(m, rows)
         return sum(self._block_s(gemms, pointwise, part) for part in work.phases(phase))
 

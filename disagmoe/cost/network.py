@@ -63,7 +63,6 @@ class Network:
 
     def __init__(self, rates: Rates, nvlink_line_gbs: float, oversubscription: float) -> None:
         self.rates = rates
-        self.alpha_s = rates.transfer_alpha_us * 1e-6
         self.oversubscription = oversubscription
         self.nvlink = self._below_line(nvlink_line_gbs * rates.nvlink_efficiency, nvlink_line_gbs, "NVLink") * 1e9
         self.ring_nvlink = (
@@ -83,11 +82,15 @@ class Network:
             raise ValueError(f"{what}: effective {effective_gbs:.1f} GB/s exceeds the line rate {line_gbs:.1f} GB/s")
         return effective_gbs
 
+    def alpha_s(self, nic_bytes: float) -> float:
+        """Latency of one transfer; larger where bytes cross NICs."""
+        return (self.rates.nic_alpha_us if nic_bytes > 0.0 else self.rates.nvlink_alpha_us) * 1e-6
+
     def timed(self, nic_bytes: float, nvlink_bytes: float, nic_s: float) -> Transfer:
         """A transfer whose NIC part takes `nic_s` and whose NVLink part moves beside it."""
         if nic_bytes <= 0.0 and nvlink_bytes <= 0.0:
             return NOTHING
-        seconds = max(nic_s, nvlink_bytes / self.nvlink) + self.alpha_s
+        seconds = max(nic_s, nvlink_bytes / self.nvlink) + self.alpha_s(nic_bytes)
         return Transfer(seconds, nic_bytes, nvlink_bytes, link=0 if nic_bytes > 0.0 else 1)
 
     def exchange(self, copies: Copies, token_bytes: float, nic_gbs: float) -> Transfer:
@@ -117,7 +120,7 @@ class Network:
         nic_bytes = moved / local if nodes > 1 else 0.0
         nvlink_bytes = moved if local > 1.0 else 0.0
         nic_s = nic_bytes / self.nic(nic_gbs, self.rates.ring_nic_efficiency) if nodes > 1 else 0.0
-        seconds = max(nic_s, nvlink_bytes / self.ring_nvlink) + passes * self.alpha_s
+        seconds = max(nic_s, nvlink_bytes / self.ring_nvlink) + passes * self.alpha_s(nic_bytes)
         return Transfer(seconds, nic_bytes, nvlink_bytes, link=0 if nodes > 1 else 1)
 
 
