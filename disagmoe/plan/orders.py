@@ -43,11 +43,11 @@ def groups(m: int, p: int, group: int) -> tuple[int, ...]:
     """Sizes of the micro-batch groups of an interleaved order.
 
     Megatron's own rule (groups of `group`, trailing group empty or of at least p)
-    is used wherever it holds. Elsewhere a short trailing group would let its
-    micro-batches come round to the next chunk before the previous stage has sent
-    them, which deadlocks: the groups are then made near-equal (sizes differ by at
-    most one), as many as keep every group at p or more and none above `group`
-    unless that is impossible; with m < p there is one group of m.
+    is used wherever it holds. Elsewhere a short trailing group would ask for its
+    micro-batches in the next chunk before they have come round the ring, which
+    costs time and can deadlock (p = 4, v = 3, groups of 4 and 1). The groups are
+    then made near-equal: sizes differ by at most one, all are at least p, and none
+    is above `group` where that is possible. With m < p there is one group of m.
     """
     _positive(m=m, p=p)
     if group < p:
