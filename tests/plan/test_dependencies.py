@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from tests.plan.handwritten import COLOCATED, DISAGGREGATED, SPLIT, STAGES, TUTEL, edited
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +15,7 @@ from disagmoe.ops import RECV_STREAMS, SEND_STREAMS, Kind, Op, Phase, Stream
 from disagmoe.plan.dependencies import PlanError, build_graph
 from disagmoe.plan.program import Program, Row
 from disagmoe.plan.text import from_text, row_token
+from tests.plan.handwritten import COLOCATED, DISAGGREGATED, SPLIT, STAGES, TUTEL, edited
 
 Named = set[tuple[str, str]]
 
@@ -40,7 +41,7 @@ def named_edges(program: Program) -> Named:
 def chain(text: str, worker: int = 0) -> Named:
     """Edges between neighbours of a list; a name without its place runs on the worker."""
     names = [t if "@" in t or " " in t else f"{t}@w{worker}" for t in text.split(", ")]
-    return set(zip(names, names[1:], strict=False))
+    return set(itertools.pairwise(names))
 
 
 def product(before: str, after: str, worker: int = 0) -> Named:
@@ -166,7 +167,7 @@ def reference_edges(nodes: list[Node]) -> set[tuple[Node, Node]]:
         forward = sorted(p for p in positions if not p[0])
         backward = sorted((p for p in positions if p[0]), reverse=True)
         steps = forward + backward
-        for a, b in zip(steps, steps[1:], strict=False):
+        for a, b in itertools.pairwise(steps):
             edges |= chunkwise(positions[a], positions[b])
     phases: dict[tuple[int, int, int], dict[Phase, list[Node]]] = defaultdict(lambda: defaultdict(list))
     for n in work:
@@ -215,9 +216,9 @@ def node_sets(draw: st.DrawFn) -> list[Node]:
         transfer = kind in (Kind.DISPATCH, Kind.COMBINE, Kind.P2P) and draw(st.booleans())
         nodes[op, here, (here + draw(st.integers(1, N_WORKERS - 1))) % N_WORKERS if transfer else -1] = None
     for _ in range(draw(st.integers(0, 6))):
-        kind = draw(st.sampled_from([Kind.GRAD_SYNC, Kind.OPTIM]))
-        layer = draw(st.integers(-1, layers - 1)) if kind == Kind.GRAD_SYNC else -1
-        nodes[Op(kind, draw(st.sampled_from([Phase.F, Phase.B])), layer), draw(worker), -1] = None
+        end = draw(st.sampled_from([Kind.GRAD_SYNC, Kind.OPTIM]))
+        layer = draw(st.integers(-1, layers - 1)) if end == Kind.GRAD_SYNC else -1
+        nodes[Op(end, draw(st.sampled_from([Phase.F, Phase.B])), layer), draw(worker), -1] = None
     return draw(st.permutations(list(nodes)))
 
 

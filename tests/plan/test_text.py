@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.plan.handwritten import ALL, DISAGGREGATED, SPLIT, STAGES
 from hypothesis import given
 from hypothesis import strategies as st
 
 from disagmoe.ops import Kind, Op, Phase, Stream
 from disagmoe.plan.program import COLUMNS, Program, Row
 from disagmoe.plan.text import from_text, op_token, row_token, stage_text, to_text
+from tests.plan.handwritten import ALL, DISAGGREGATED, SPLIT, STAGES
 
 NUMBER = st.integers(-1, 200)
 ROWS = st.lists(
