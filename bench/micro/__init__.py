@@ -1,0 +1,1 @@
+"""Speed of single parts (pytest-benchmark); run by `make microbench`."""
