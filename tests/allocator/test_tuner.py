@@ -1,0 +1,125 @@
+"""The tuner's three sieves, against exhaustive search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
+
+from baselines.megatron import Megatron1F1B
+from disagmoe.allocator import tune
+from disagmoe.plan.plan import Layout, Plan
+from disagmoe.plan.pricing import lower_bound_s, price
+from disagmoe.plan.program import Program
+from disagmoe.simulator import simulate
+from disagmoe.specs import parameters
+from disagmoe.system import Candidate, NotApplicable, Problem
+from disagmoe.systems import DisagMoE
+from tests.problems import problem, small_cluster
+
+
+def step_of(pr: Problem):  # type: ignore[no-untyped-def]
+    return lambda plan: simulate(plan.program, price(plan.layout, plan.program, pr.costs)).step_s
+
+
+def exhaustive(system: Megatron1F1B | DisagMoE, pr: Problem) -> float:
+    """The best step among all candidates and all their refinements, nothing pruned."""
+    best = float("inf")
+    for candidate in system.candidates(pr):
+        for variant in (candidate, *system.refinements(pr, candidate)):
+            try:
+                layout = system.layout(pr, variant)
+                plan = Plan(layout, system.program(pr, layout))
+            except NotApplicable:
+                continue
+            best = min(best, step_of(pr)(plan))
+    return best
+
+
+def test_megatron_pruning_keeps_the_optimum() -> None:
+    pr = problem("tiny", ep=8, global_batch=64)
+    tuned = tune(Megatron1F1B(), pr, step_of(pr), budget=1000)
+    assert tuned.status == "ok"
+    assert tuned.step_s == exhaustive(Megatron1F1B(), pr)
+
+
+def test_every_bound_is_below_its_step() -> None:
+    pr = problem("deepseek_moe", ep=16, global_batch=64, merge="node", transport="m2n_rdma")
+    for system in (Megatron1F1B(), DisagMoE()):
+        tuned = tune(system, pr, step_of(pr))
+        timed = [t for t in tuned.trials if t.outcome == "timed"]
+        assert timed
+        for trial in timed:
+            assert trial.bound_s is not None and trial.step_s is not None
+            assert trial.bound_s <= trial.step_s
+
+
+def test_the_plan_returned_is_the_one_that_was_timed() -> None:
+    pr = problem("deepseek_moe", ep=16, global_batch=64, merge="node", transport="m2n_rdma")
+    tuned = tune(DisagMoE(), pr, step_of(pr))
+    assert tuned.plan is not None
+    assert step_of(pr)(tuned.plan) == tuned.step_s
+    assert tuned.step_s == min(t.step_s for t in tuned.trials if t.step_s is not None)
+    assert lower_bound_s(tuned.plan.layout, pr.costs) <= (tuned.step_s or 0.0)
+
+
+def test_too_large_a_model_is_out_of_memory_with_both_numbers() -> None:
+    pr = problem("qwen3", small_cluster(nodes=2), ep=16)
+    tuned = tune(Megatron1F1B(), pr, step_of(pr))
+    assert tuned.status == "oom" and tuned.plan is None
+    # One stage of 16 ranks: 227.1e9 expert parameters / 16 x 18 bytes and 8.0e9 dense ones x (6 + 12 / 16) bytes.
+    count = parameters(pr.model)
+    dense = count.total - count.routed_experts
+    needed = (count.routed_experts / 16 * 18 + dense * (6 + 12 / 16)) / 2**30
+    assert tuned.needed_gib == pytest.approx(needed, rel=1e-9)
+    assert f"needs {needed:.1f} GiB" in tuned.reason and "75.6 GiB available" in tuned.reason
+
+
+def test_expert_group_grows_only_where_the_size_asked_for_does_not_fit() -> None:
+    pr = problem("deepseek_moe", ep=16, merge="node", transport="m2n_rdma")
+    fits = tune(DisagMoE(), pr, step_of(pr)).plan
+    assert fits is not None and fits.layout.ep == 16
+    tight = problem("gpt_oss_20b", small_cluster(nodes=4, memory_gib=34.0), ep=8, merge="node", transport="m2n_rdma")
+    # 19.1e9 expert parameters x 18 bytes are 40 GiB a GPU on 8 of them, 20 GiB on 16: 34 - 4 is between.
+    grown = tune(DisagMoE(p=1, dp=1), tight, step_of(tight)).plan
+    assert grown is not None and grown.layout.ep == 16
+
+
+@dataclass(frozen=True)
+class Refusing:
+    """A system that can never run."""
+
+    name: str = "refusing"
+    native_transport: str = "nccl"
+
+    def candidates(self, problem: Problem) -> Iterable[Candidate]:
+        raise NotApplicable("needs a machine that does not exist")
+
+    def refinements(self, problem: Problem, candidate: Candidate) -> Iterable[Candidate]:
+        return ()
+
+    def layout(self, problem: Problem, candidate: Candidate) -> Layout:
+        raise AssertionError("not reached")
+
+    def program(self, problem: Problem, layout: Layout) -> Program:
+        raise AssertionError("not reached")
+
+
+def test_a_refusal_is_a_result_with_its_reason() -> None:
+    pr = problem("tiny", ep=8)
+    tuned = tune(Refusing(), pr, step_of(pr))
+    assert (tuned.status, tuned.reason) == ("not_applicable", "needs a machine that does not exist")
+
+
+def test_budget_counts_plans() -> None:
+    pr = problem("deepseek_moe", ep=16, global_batch=512)
+    calls: list[float] = []
+
+    def step(plan: Plan) -> float:
+        calls.append(step_of(pr)(plan))
+        return calls[-1]
+
+    tuned = tune(Megatron1F1B(), pr, step, budget=3)
+    assert len(calls) <= 3
+    assert tuned.step_s == min(calls)

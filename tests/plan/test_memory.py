@@ -1,0 +1,67 @@
+"""Static memory, against counts written out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from baselines.megatron import Megatron1F1B
+from disagmoe.plan.memory import GIB, holdings, peak_static_gib, static_memory
+from disagmoe.specs import parameters
+from disagmoe.systems import DisagMoE
+from tests.problems import problem
+
+QWEN_30B_ATTENTION_SIDE = 1_541_093_376
+QWEN_30B_EXPERTS = 28_991_029_248
+"""Published-config arithmetic of Qwen3-30B-A3B: attention side (with embeddings and head) and routed experts."""
+
+
+def test_colocated_one_stage_holds_the_dense_model_and_its_share_of_experts() -> None:
+    pr = problem("qwen3_30b", ep=16)
+    layout = Megatron1F1B(pp=1).layout(pr, {"pp": 1, "virtual": 1, "micro_batch": 1, "group": 1, "ep": 16})
+    (held,) = holdings(layout, pr.model)
+    assert held.dense == QWEN_30B_ATTENTION_SIDE
+    assert held.expert == QWEN_30B_EXPERTS / 16
+    assert (held.dense_ranks, held.expert_ranks) == (32, 2)
+    (memory,) = static_memory(layout, pr.model)
+    assert memory.weights_gib == pytest.approx((held.dense + held.expert) * 2 / GIB)
+    assert memory.gradients_gib == pytest.approx((held.dense + held.expert) * 4 / GIB)
+    assert memory.optimizer_gib == pytest.approx((held.dense / 32 + held.expert / 2) * 12 / GIB)
+
+
+def test_stages_together_hold_the_model_once() -> None:
+    pr = problem("qwen3_30b", ep=8)
+    layout = Megatron1F1B().layout(pr, {"pp": 4, "virtual": 2, "micro_batch": 1, "group": 4, "ep": 8})
+    held = holdings(layout, pr.model)
+    assert sum(h.dense for h in held) == QWEN_30B_ATTENTION_SIDE
+    assert sum(h.expert for h in held) * 8 == QWEN_30B_EXPERTS
+
+
+def test_disaggregated_sides_add_up_to_the_whole_model() -> None:
+    pr = problem("qwen3_30b", ep=8)
+    candidate = {"nics": "halves", "p": 2, "dp": 1, "m": 8, "n": 8, "micro_batch": 1, "order": "megatron", "group": 4}
+    layout = DisagMoE().layout(pr, candidate)
+    held = holdings(layout, pr.model)
+    total = sum(h.dense for h in held) + 8 * sum(h.expert for h in held)
+    assert total == parameters(pr.model).total
+    # Only the F-group of the last layer carries anything dense (the head, with the final norm).
+    assert [h.dense > 0 for h in held] == [True, True, False, True]
+    assert [h.expert > 0 for h in held] == [False, False, True, True]
+
+
+def test_uneven_experts_are_charged_to_the_fullest_rank() -> None:
+    pr = problem("tiny", ep=3)
+    candidate = {"nics": "halves", "p": 1, "dp": 1, "m": 2, "n": 3, "micro_batch": 1, "order": "megatron", "group": 2}
+    held = holdings(DisagMoE().layout(pr, candidate), pr.model)
+    per_expert = 3 * 64 * 96  # gate, up and down of hidden 64, width 96
+    assert held[1].expert == 3 * per_expert * 4  # 8 experts on 3 ranks: 3, 3, 2; four layers
+
+
+def test_replicas_shard_the_optimizer_but_not_the_weights() -> None:
+    pr = problem("tiny", ep=4)
+    base = {"nics": "halves", "p": 1, "m": 4, "n": 4, "micro_batch": 1, "order": "megatron", "group": 2}
+    one = static_memory(DisagMoE().layout(pr, {**base, "dp": 1}), pr.model)
+    two = static_memory(DisagMoE().layout(pr, {**base, "dp": 2}), pr.model)
+    assert two[1].weights_gib == one[1].weights_gib
+    # Experts alone are on the F-group beside the head, and both are sharded twice as finely.
+    assert two[1].optimizer_gib == pytest.approx(one[1].optimizer_gib / 2)
+    assert peak_static_gib(DisagMoE().layout(pr, {**base, "dp": 2}), pr.model) < max(m.total_gib for m in one)

@@ -1,0 +1,116 @@
+"""Pricing: which arguments of the cost model a row of a plan stands for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from baselines.megatron import Megatron1F1B
+from baselines.tutel import Tutel
+from disagmoe.ops import COMM_KINDS, Kind, Phase, Stream
+from disagmoe.plan.plan import Layout, Plan
+from disagmoe.plan.pricing import LayoutCosts, lower_bound_s, price
+from disagmoe.simulator import simulate
+from disagmoe.specs.params import attention_params, expert_params
+from disagmoe.system import Problem
+from disagmoe.systems import DisagMoE
+from tests.problems import problem
+
+COLOCATED = {"ep": 16, "pp": 2, "virtual": 2, "micro_batch": 1, "group": 2, "degree": 4}
+DISAGGREGATED = {
+    "nics": "halves", "p": 2, "dp": 1, "m": 4, "n": 8, "micro_batch": 1, "order": "megatron", "group": 4
+}  # fmt: skip
+
+
+def colocated(pr: Problem) -> Layout:
+    return Megatron1F1B().layout(pr, COLOCATED)
+
+
+def test_rows_per_expert_rank_follow_the_attention_to_expert_ratio() -> None:
+    # Classic EP: every rank brings its own tokens, so a rank computes T x k rows whatever EP is.
+    # Disaggregated, M = 4 and N = 8: M x T x k / N.
+    pr = problem("qwen3_30b", seq=4096)
+    layer = 3
+    classic = LayoutCosts(colocated(pr), pr.costs).op(Kind.FFN, Phase.F, layer).seconds
+    assert classic == pr.costs.ffn(layer, Phase.F, home_tokens=4096.0, rows=32768.0, local_experts=8.0)
+    apart = LayoutCosts(DisagMoE().layout(pr, DISAGGREGATED), pr.costs).op(Kind.FFN, Phase.F, layer).seconds
+    assert apart == pr.costs.ffn(layer, Phase.F, home_tokens=2048.0, rows=16384.0, local_experts=16.0)
+
+
+def test_chunks_divide_tokens_and_rows() -> None:
+    pr = problem("qwen3_30b", seq=4096)
+    layout = Tutel().layout(pr, COLOCATED)
+    chunk = LayoutCosts(layout, pr.costs).op(Kind.FFN, Phase.F, 0).seconds
+    assert chunk == pr.costs.ffn(0, Phase.F, home_tokens=1024.0, rows=8192.0, local_experts=8.0)
+
+
+def test_uneven_experts_and_skew_set_the_busiest_rank() -> None:
+    # 8 experts on 3 ranks: the fullest holds 3 where the mean is 8/3; skew 1.5 on top.
+    pr = problem("tiny", seq=4096, skew=1.5)
+    layout = DisagMoE().layout(pr, {**DISAGGREGATED, "n": 3})
+    rows = 4096 * 4 / 3 * 2 * (3 / (8 / 3)) * 1.5
+    expected = pr.costs.ffn(0, Phase.F, home_tokens=4096 * 4 / 3, rows=rows, local_experts=3.0)
+    assert LayoutCosts(layout, pr.costs).op(Kind.FFN, Phase.F, 0).seconds == pytest.approx(expected, rel=1e-12)
+
+
+def test_gradients_are_reduced_over_the_ranks_that_hold_the_tensor() -> None:
+    pr = problem("qwen3_30b")
+    layout = colocated(pr)  # 32 GPUs, pp 2: 16 data ranks on 2 nodes, each expert on one rank only
+    worker = layout.placement.attn[0]
+    sync = LayoutCosts(layout, pr.costs).worker_op(Kind.GRAD_SYNC, Phase.B, 0, worker)
+    dense = pr.costs.reduce_scatter(nbytes=4.0 * attention_params(pr.model, 0), ranks=16, nodes=2, nic_gbs=50.0)
+    assert sync.seconds == dense.seconds
+    deeper = LayoutCosts(Megatron1F1B().layout(pr, {**COLOCATED, "ep": 8}), pr.costs)
+    expert = pr.costs.reduce_scatter(nbytes=4.0 * 16 * expert_params(pr.model), ranks=2, nodes=2, nic_gbs=50.0)
+    assert deeper.worker_op(Kind.GRAD_SYNC, Phase.B, 0, worker).seconds == dense.seconds + expert.seconds
+
+
+def test_every_row_of_every_kind_is_priced() -> None:
+    pr = problem("deepseek_moe_16b", global_batch=64)
+    for system, candidate in ((Megatron1F1B(), COLOCATED), (Tutel(), COLOCATED), (DisagMoE(), DISAGGREGATED)):
+        layout = system.layout(pr, candidate)
+        program = system.program(pr, layout)
+        pricing = price(layout, program, pr.costs)
+        assert (pricing.duration_s >= 0.0).all()
+        comm = np.isin(program.kind, [int(k) for k in COMM_KINDS])
+        assert (pricing.duration_s[~comm] > 0.0).all()
+        assert (pricing.slows_compute[~comm] == 1.0).all() and (pricing.slowed_by_compute[~comm] == 1.0).all()
+        receives = np.isin(program.stream, [int(Stream.RECV), int(Stream.RECV_B)])
+        assert (pricing.wire_bytes[receives] == 0.0).all()
+
+
+def test_both_ends_of_a_transfer_have_one_duration() -> None:
+    pr = problem("deepseek_moe", global_batch=64, transport="m2n_rdma", merge="node")
+    layout = DisagMoE().layout(pr, DISAGGREGATED)
+    program = DisagMoE().program(pr, layout)
+    duration = price(layout, program, pr.costs).duration_s
+    ends: dict[tuple[int, ...], set[float]] = {}
+    for i in np.flatnonzero(np.isin(program.stream, [int(Stream.SEND), int(Stream.RECV)])):
+        ends.setdefault(tuple(program.op(i)), set()).add(float(duration[i]))
+    assert {len(v) for v in ends.values()} == {1}
+
+
+def test_a_straggler_slows_its_worker_only() -> None:
+    base, slow = problem("tiny"), problem("tiny", stragglers=((1, 1.5),))
+    layout = DisagMoE().layout(base, {**DISAGGREGATED, "n": 4})
+    program = DisagMoE().program(base, layout)
+    before, after = price(layout, program, base.costs).duration_s, price(layout, program, slow.costs).duration_s
+    slowed = ~np.isin(program.kind, [int(k) for k in COMM_KINDS]) & (program.worker == 1)
+    assert slowed.any()
+    assert after[slowed] == pytest.approx(1.5 * before[slowed])
+    assert (after[~slowed] == before[~slowed]).all()
+    bad = problem("tiny", stragglers=((99, 1.5),))
+    with pytest.raises(ValueError, match="straggler on worker 99: this plan has workers 0 to 3"):
+        price(layout, program, bad.costs)
+
+
+def test_lower_bound_of_a_single_stage_is_its_serial_work() -> None:
+    # One pipeline stage and no overlap: everything but gradient sync and optimizer is one chain.
+    pr = problem("tiny", ep=8, global_batch=64)
+    layout = Megatron1F1B().layout(pr, {"ep": 8, "pp": 1, "virtual": 1, "micro_batch": 1, "group": 1})
+    program = Megatron1F1B().program(pr, layout)
+    pricing = price(layout, program, pr.costs)
+    chain = ~np.isin(program.kind, [int(Kind.GRAD_SYNC), int(Kind.OPTIM)])
+    bound = lower_bound_s(layout, pr.costs)
+    assert bound == pytest.approx(float(pricing.duration_s[chain].sum()), rel=1e-12)
+    assert bound <= simulate(Plan(layout, program).program, pricing).step_s
