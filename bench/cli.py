@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, cast
 
 import hydra
@@ -36,7 +34,7 @@ from bench.publish import LockTimeout
 from bench.run import Call, execute
 
 CONF = ROOT / "conf"
-USER_ERROR, FAULT, INTERRUPTED, TERMINATED = 2, 1, 130, 143
+USER_ERROR, FAULT, INTERRUPTED = 2, 1, 130
 
 for _group in ("cluster", "calibration"):  # conf/model/hf.yaml is the same for models
     ConfigStore.instance().store(group=_group, name=FROM_FILE, node={"path": "???"}, provider="bench")
@@ -55,7 +53,6 @@ class JobReport:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    signal.signal(signal.SIGTERM, _terminate)
     if not (CONF / "config.yaml").is_file():
         return _complain(f"no configuration in {CONF}: run from a checkout of the suite")
     # Slurm's nodes share the working directory, not /tmp.
@@ -64,11 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error = _run_hydra(given, spool)
         reports = _reports(Path(spool))
     return _conclude(reports, error)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    """Leave by an exception, so that unfinished builds are removed."""
-    raise SystemExit(TERMINATED)
 
 
 def _run_hydra(arguments: Sequence[str], spool: str) -> tuple[int, str] | None:

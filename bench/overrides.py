@@ -25,12 +25,13 @@ _UNKNOWN = re.compile(r"Could not override '([^'.]+)'")
 
 
 def rewrite(arguments: Iterable[str]) -> list[str]:
-    """Arguments as Hydra understands them. Raises ValueError where a choice cannot be meant."""
+    """Arguments as Hydra understands them, flags before overrides. Raises ValueError where a choice cannot be meant."""
+    flags: list[str] = []
     rewritten: list[str] = []
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        if not equals or argument.startswith("-"):
-            rewritten.append(argument)
+        if argument.startswith("-") or not (equals or argument.startswith("~")):
+            flags.append(argument)
         elif key in PATH_OPTION:
             rewritten += _choice(key, value)
         elif key == "system":
@@ -42,7 +43,7 @@ def rewrite(arguments: Iterable[str]) -> list[str]:
             rewritten.append(f"++{argument}")
         else:
             rewritten.append(argument)
-    return rewritten
+    return flags + rewritten
 
 
 def _choice(group: str, value: str) -> list[str]:

@@ -1,0 +1,147 @@
+"""What the values of a command line mean, and which are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from baselines.registry import system_names
+from bench.config import SETTINGS, resolve
+from bench.overrides import settings
+from tests.bench.helpers import CHOICES, CONF, config, group, values
+
+
+def test_settings_are_those_of_the_configuration_file() -> None:
+    assert set(SETTINGS) == set(settings(CONF)) - {"experiment"}
+
+
+def test_defaults() -> None:
+    plain = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))
+    del plain["defaults"], plain["hydra"]
+    plain |= {"model": group("model", "qwen3"), "cluster": group("cluster", "h800_128")}
+    run = resolve(plain, {"model": "qwen3", "cluster": "h800_128", "calibration": None})
+    assert run.workload.seq == 32768
+    assert run.workload.global_batch == 256  # 8,388,608 tokens / 32,768
+    assert run.calibration == "h800"
+    assert run.views == ("native", "uniform")
+    assert run.systems == system_names()
+    assert (run.ep, run.artifacts, run.backend) == (16, "all", "simulate")
+    assert [path.name for path in run.files] == ["qwen3.yaml", "h800_128.yaml", "h800.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("given", "seq"),
+    [("32k", 32768), ("32K", 32768), (32768, 32768), (32768.0, 32768), ("32_768", 32768), ("3000", 3000), (1e4, 10000)],
+)
+def test_spellings_of_a_length(given: Any, seq: int) -> None:
+    assert config(seq=given).workload.seq == seq
+
+
+@pytest.mark.parametrize(
+    ("given", "systems"),
+    [
+        ("all", system_names()),
+        ("tutel", ("megatron_1f1b", "tutel")),
+        ("disagmoe,tutel", ("megatron_1f1b", "tutel", "disagmoe")),
+        (["tutel", "megatron_1f1b", "tutel"], ("megatron_1f1b", "tutel")),
+    ],
+)
+def test_systems_come_in_one_order_with_the_reference_first(given: Any, systems: tuple[str, ...]) -> None:
+    assert config(systems=given).systems == systems
+
+
+def test_a_sweep_keeps_tables_only_unless_told_otherwise() -> None:
+    assert resolve(values(), CHOICES, sweep=True).artifacts == "tables"
+    assert resolve(values(artifacts="all"), CHOICES, sweep=True).artifacts == "all"
+    assert resolve(values(artifacts="tables"), CHOICES).artifacts == "tables"
+
+
+def test_options_of_a_system() -> None:
+    assert config(system={"tutel": {"degree": 4}}).system_options == {"tutel": {"degree": 4}}
+    assert config().system_options == {}
+
+
+def test_a_model_can_be_cut_in_depth_with_its_special_layers() -> None:
+    mapping = {**group("model", "gpt_oss"), "layers": 7}
+    run = resolve(values(model=mapping), {**CHOICES, "model": "gpt_oss"})
+    assert run.model.layers == 7
+    assert run.model.windowed_layers == (0, 2, 4, 6)
+
+
+def test_files_by_path(tmp_path: Path) -> None:
+    for name in ("model", "cluster", "calibration"):
+        option = {"model": "tiny", "cluster": "laptop", "calibration": "h800"}[name]
+        (tmp_path / f"my_{name}.yaml").write_bytes((CONF / name / f"{option}.yaml").read_bytes())
+    paths = {name: {"path": str(tmp_path / f"my_{name}.yaml")} for name in ("model", "cluster", "calibration")}
+    run = resolve(values(**paths), {"model": "hf", "cluster": "file", "calibration": "file"})
+    assert run.model.layers == 4
+    assert run.cluster.gpus == 8
+    assert Path(run.calibration).stem == "my_calibration"
+    assert [path.name for path in run.files] == ["my_model.yaml", "my_cluster.yaml", "my_calibration.yaml"]
+
+
+def test_a_length_beyond_the_model_warns() -> None:
+    assert config().warnings == ()
+    (line,) = config(seq=8192).warnings
+    assert "8192" in line
+    assert "4096" in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seq": 0}, ("seq=0", "positive")),
+        ({"seq": "32kk"}, ("32kk", "32k")),
+        ({"seq": ""}, ("seq=''", "positive")),
+        ({"batch": -1}, ("batch=-1",)),
+        ({"micro_batch": 0}, ("micro_batch=0", "positive integer")),
+        ({"skew": 0.5}, ("skew", "at least 1")),
+        ({"stragglers": [[0]]}, ("stragglers", "[worker, slowdown]")),
+        ({"systems": "foo"}, ("foo", "megatron_1f1b, tutel")),
+        ({"systems": []}, ("systems=[]", "megatron_1f1b")),
+        ({"systems": "tutel,"}, ("systems=tutel,", "megatron_1f1b")),
+        ({"system": {"tutel": {"speed": 1}}}, ("speed", "degree")),
+        ({"system": {"nope": {"degree": 1}}}, ("nope", "tutel")),
+        ({"system": {"tutel": {"degree": 3}}}, ("degree=3",)),
+        ({"systems": "disagmoe", "system": {"tutel": {"degree": 2}}}, ("tutel does not run", "disagmoe")),
+        ({"transport": "rdma"}, ("transport=rdma", "native, uniform, both")),
+        ({"uniform_transport": "ib"}, ("uniform_transport=ib", "deepep")),
+        ({"merge": "gpu"}, ("merge=gpu", "none, rank, node")),
+        ({"ep": 0}, ("ep=0", "auto")),
+        ({"ep": "many"}, ("ep=many", "auto")),
+        ({"depth": "common"}, ("depth=common", "full")),
+        ({"backend": "measure"}, ("backend=measure", "in this version: simulate")),
+        ({"impl": "native"}, ("impl=native", "in this version: equivalent")),
+        ({"budget": 0}, ("budget=0",)),
+        ({"artifacts": "some"}, ("artifacts=some", "all, tables, auto")),
+        ({"force": "yes"}, ("force", "true or false")),
+        ({"results_dir": ""}, ("results_dir",)),
+        ({"tag": ["a", "b"]}, ("tag=", "printable")),
+        ({"tag": "x" * 300}, ("tag=", "200")),
+        ({"tag": "two\nlines"}, ("tag=", "printable")),
+    ],
+)
+def test_refusals_are_one_line_that_says_what_is_allowed(changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=".") as refusal:
+        config(**changes)
+    line = str(refusal.value)
+    assert "\n" not in line.replace("two\nlines", "")
+    for word in words:
+        assert word in line
+
+
+def test_unknown_settings_and_changed_calibration_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match="no setting 'foo'"):
+        resolve({**values(), "foo": 1}, CHOICES)
+    changed = {**group("calibration", "h800"), "device": "h100"}
+    with pytest.raises(ValueError, match="calibration=<path>"):
+        resolve(values(calibration=changed), {**CHOICES, "calibration": "h800"})
+    assert resolve(values(calibration=group("calibration", "h800")), {**CHOICES, "calibration": "h800"})
+
+
+def test_a_path_must_be_given_where_one_is_meant() -> None:
+    with pytest.raises(ValueError, match="model=<path>"):
+        resolve(values(model={"path": "???"}), {**CHOICES, "model": "hf"})

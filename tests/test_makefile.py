@@ -1,0 +1,111 @@
+"""`make`: variables become overrides, failures fail, and nothing is installed twice."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout (in a path with a space) whose environment is there and whose python only notes how it is called."""
+    root = tmp_path / "a checkout"
+    (root / ".venv" / "bin").mkdir(parents=True)
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, root / name)
+    for name in ("python", "lint-imports"):
+        program = root / ".venv" / "bin" / name
+        program.write_text(
+            f"#!{sys.executable}\n"
+            "import os, sys\n"
+            "with open('calls', 'a') as calls: calls.write(repr(sys.argv[1:]) + '\\n')\n"
+            "sys.exit(int(os.environ.get('FAIL', '0')) if os.environ.get('FAIL_AT', '') in sys.argv else 0)\n"
+        )
+        program.chmod(0o755)
+    return root
+
+
+def make(root: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
+    return subprocess.run(
+        ["make", *arguments], cwd=root, env={**inherited, **environment}, capture_output=True, text=True, check=False
+    )
+
+
+def calls(root: Path) -> list[list[str]]:
+    return [ast.literal_eval(line) for line in (root / "calls").read_text().splitlines()]
+
+
+def bench_calls(root: Path) -> list[list[str]]:
+    return [call[2:] for call in calls(root) if call[:2] == ["-m", "bench"]]
+
+
+def test_variables_become_overrides_only_where_set(checkout: Path) -> None:
+    assert make(checkout, "bench").returncode == 0
+    assert make(checkout, "bench", "MODEL=qwen3", "SEQ=32k").returncode == 0
+    everything = ["CLUSTER=h800_64", "SYSTEMS=disagmoe,tutel", "TRANSPORT=uniform", "CALIBRATION=paper-profile"]
+    more = ["MODEL=my models/config.json", "BACKEND=simulate", "IMPL=equivalent", "ARGS=batch=64 tag='a b'"]
+    assert make(checkout, "bench", *everything, *more).returncode == 0
+    assert bench_calls(checkout) == [
+        [],
+        ["model=qwen3", "seq=32k"],
+        [
+            *("model=my models/config.json", "cluster=h800_64", "systems=[disagmoe,tutel]", "transport=uniform"),
+            *("calibration=paper-profile", "backend=simulate", "impl=equivalent", "batch=64", "tag=a b"),
+        ],
+    ]
+
+
+def test_a_warm_make_installs_nothing_and_a_changed_constraint_does(checkout: Path) -> None:
+    make(checkout, "bench")
+    make(checkout, "bench")
+    assert sum("pip" in call for call in calls(checkout)) == 1
+    later = (checkout / ".venv" / ".core").stat().st_mtime + 10
+    os.utime(checkout / "constraints.txt", (later, later))
+    make(checkout, "bench")
+    assert sum("pip" in call for call in calls(checkout)) == 2
+
+
+def test_bench_installs_no_torch(checkout: Path) -> None:
+    make(checkout, "bench")
+    (install,) = [call for call in calls(checkout) if "pip" in call]
+    assert install[-1] == ".[launchers]"
+    assert install[install.index("--constraint") + 1] == "constraints.txt"
+
+
+@pytest.mark.parametrize("target", ["bench", "sweep", "collect", "test", "test-slow", "lint"])
+def test_a_failing_command_fails_make(checkout: Path, target: str) -> None:
+    at = {"collect": "bench.collect", "test": "pytest", "test-slow": "pytest", "lint": "mypy"}.get(target, "bench")
+    assert make(checkout, target).returncode == 0
+    assert make(checkout, target, FAIL="3", FAIL_AT=at).returncode != 0
+
+
+def test_a_failing_install_fails_make_and_is_tried_again(checkout: Path) -> None:
+    assert make(checkout, "bench", FAIL="1", FAIL_AT="pip").returncode != 0
+    assert bench_calls(checkout) == []
+    assert make(checkout, "bench").returncode == 0
+
+
+def test_sweep_runs_twelve_jobs_and_collects_even_where_some_failed(checkout: Path) -> None:
+    assert make(checkout, "sweep", "CLUSTER=h800_64", FAIL="1", FAIL_AT="bench").returncode != 0
+    assert bench_calls(checkout) == [
+        ["-m", "model=deepseek_moe,gpt_oss,qwen3", "seq=4k,8k,16k,32k", "artifacts=tables", "cluster=h800_64"]
+    ]
+    assert ["-m", "bench.collect"] in calls(checkout)
+
+
+def test_fast_and_slow_tests_are_told_apart(checkout: Path) -> None:
+    make(checkout, "test")
+    make(checkout, "test-slow")
+    fast, slow = (call for call in calls(checkout) if "pytest" in call)
+    assert "not slow" in fast
+    assert "slow" in slow
