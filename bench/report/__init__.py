@@ -61,6 +61,8 @@ def write(
     """
     if artifacts not in ARTIFACTS:
         raise ValueError(f"artifacts={artifacts!r}: allowed are {', '.join(ARTIFACTS)}")
+    if len(evaluation.outcomes) != len(results["rows"]):
+        raise ValueError(f"{len(evaluation.outcomes)} outcomes for {len(results['rows'])} rows: there must be one each")
     hear = on_file or (lambda name: None)
     paths = []
     for name, text in (("table.md", markdown), ("table.csv", csv_text)):

@@ -26,6 +26,7 @@ from bench.report.style import (
     hatches,
     headline,
     ink_on,
+    legend_below_headline,
     save,
     system_colours,
 )
@@ -34,8 +35,10 @@ Row = Mapping[str, Any]
 
 BAR, PITCH = 0.68, 0.36
 """Bar thickness as a share of its slot, and the slot's height in inches."""
-LEFT, RIGHT, TOP, FOOT, GAP = 2.15, 0.35, 1.0, 0.62, 0.75
-"""Margins around and between panels, in inches; LEFT holds the longest shipped name."""
+RIGHT, TOP, FOOT, GAP = 0.35, 1.0, 0.62, 0.75
+"""Margins around and between panels, in inches."""
+LETTER = 0.082
+"""Room for one letter of a system's name, in inches."""
 FAILURES = {"oom": "out of memory", "not_applicable": "not applicable", "failed": "failed"}
 
 
@@ -55,6 +58,7 @@ def speedup_figure(results: Results) -> Figure:
     colours = system_colours(str(row["system"]) for row in results["rows"])
     for view, axes in panels:
         rows = view_rows(results, view)
+        fastest = max((finite(row.get("speedup")) or 0.0 for row in rows), default=0.0)
         marks = hatches([(str(row["system"]), row_label(row)) for row in rows])
         for slot, row in enumerate(rows):
             value = finite(row.get("speedup"))
@@ -69,7 +73,7 @@ def speedup_figure(results: Results) -> Figure:
                 (4, 0),
                 textcoords="offset points",
                 va="center",
-                fontweight="bold" if value == best else "normal",
+                fontweight="bold" if value == fastest else "normal",
             )
         axes.axvline(1.0, color="#444444", linewidth=1.0, linestyle=(0, (4, 3)), zorder=3)
         axes.set_xlim(0, max(best, 1.0) * 1.16)
@@ -135,7 +139,8 @@ def _stack(axes: Axes, slot: int, parts: Mapping[str, float], scale: float, long
         if width > 0.055 * longest:
             box = {"boxstyle": "round,pad=0.12", "facecolor": colour, "edgecolor": "none"} if hatch else None
             share = f"{100 * parts[key] / total:.0f} %"
-            axes.text(left + width / 2, slot, share, ha="center", va="center", fontsize=8, color=ink_on(colour), bbox=box)
+            middle = left + width / 2
+            axes.text(middle, slot, share, ha="center", va="center", fontsize=8, color=ink_on(colour), bbox=box)
         left += width
 
 
@@ -146,23 +151,25 @@ def _panels(
     names = views(results["rows"])
     slots = {view: len(view_rows(results, view)) for view in names}
     heights = {view: PITCH * slots[view] for view in names}
+    left = 0.5 + LETTER * max((len(row_label(row)) for row in results["rows"]), default=0)
     foot = FOOT + 0.13 * _foot(results).count("\n") + 0.4
     top = TOP + key_height
     if side_by_side:
         tallest = max(heights.values(), default=1.0)
-        figure = canvas(len(names) * (LEFT + panel_width) + RIGHT, top + tallest + foot)
-        spots = [(i * (LEFT + panel_width) + LEFT, foot + tallest - heights[v], heights[v]) for i, v in enumerate(names)]
+        figure = canvas(len(names) * (left + panel_width) + RIGHT, top + tallest + foot)
+        slot = left + panel_width
+        spots = [(i * slot + left, foot + tallest - heights[v], heights[v]) for i, v in enumerate(names)]
     else:
         body = sum(heights.values()) + (len(names) - 1) * (GAP + 0.1)
-        figure = canvas(LEFT + panel_width + RIGHT, top + body + foot)
+        figure = canvas(left + panel_width + RIGHT, top + body + foot)
         spots, cursor = [], foot + body
         for view in names:
             cursor -= heights[view]
-            spots.append((LEFT, cursor, heights[view]))
+            spots.append((left, cursor, heights[view]))
             cursor -= GAP + 0.1
     panels = []
-    for view, (left, bottom, height) in zip(names, spots, strict=True):
-        axes = axes_at(figure, left, bottom, panel_width - 0.1, height)
+    for view, (x, bottom, height) in zip(names, spots, strict=True):
+        axes = axes_at(figure, x, bottom, panel_width - 0.1, height)
         _dress(axes, view, [row_label(row) for row in view_rows(results, view)])
         panels.append((view, axes))
     return figure, panels
@@ -182,22 +189,13 @@ def _say_why(axes: Axes, slot: int, row: Row) -> None:
     text = FAILURES.get(str(row["status"]), "no value")
     needed, limit = finite(row.get("peak_memory_gib")), finite(row.get("memory_limit_gib"))
     if row["status"] == "oom" and needed is not None and limit is not None:
-        text += f": needs {needed:.1f} of {limit:.1f} GiB"
+        text += f": needs {needed:.1f} GiB, has {limit:.1f}"
     axes.annotate(text, (0, slot), (5, 0), textcoords="offset points", va="center", style="italic", color=MUTED)
 
 
 def _component_key(figure: Figure) -> None:
-    width, height = figure.get_size_inches()
     handles = [Patch(facecolor=c, hatch=h, edgecolor="white", label=label) for _, label, c, h in COMPONENTS]
-    figure.legend(
-        handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(0.07 / width, 1 - 0.6 / height),
-        ncols=len(handles),
-        handlelength=1.5,
-        columnspacing=1.4,
-        borderaxespad=0.0,
-    )
+    legend_below_headline(figure, handles, columns=len(handles))
 
 
 def _foot(results: Results) -> str:

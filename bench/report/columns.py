@@ -120,8 +120,8 @@ def status_text(row: Row) -> str:
 
 def plan_text(row: Row) -> str:
     """The chosen plan on one line, in the planner's own order."""
-    plan = row.get("plan") or {}
-    return ", ".join(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in plan.items())
+    plan = (row.get("plan") or {}).items()
+    return ", ".join(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in plan)
 
 
 def contention_text(row: Row) -> str:

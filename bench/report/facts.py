@@ -142,7 +142,8 @@ def _contention(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         factors = row.get("contention")
         if factors:
-            seen[f"{row.get('transport')}: compute × {factors['compute']:.3g}, communication × {factors['comm']:.3g}"] = None
+            both = f"compute × {factors['compute']:.3g}, communication × {factors['comm']:.3g}"
+            seen[f"{row.get('transport')}: {both}"] = None
     return "; ".join(seen)
 
 

@@ -20,15 +20,12 @@ from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path as Outline
 from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, MaxNLocator
-from matplotlib.transforms import Affine2D
 from numpy.typing import NDArray
 
 from bench.report.classes import CLASSES, class_codes, communicates
 from bench.report.facts import Results, facts, notes
 from bench.report.lanes import (
     LANE_WORDS,
-    MAX_WORKERS,
-    WORKER_GAP,
     Boxes,
     Lane,
     Window,
@@ -38,7 +35,17 @@ from bench.report.lanes import (
     occupancy,
     shown_workers,
 )
-from bench.report.style import MUTED, axes_at, canvas, drawing, footer, headline, ink_on, save
+from bench.report.style import (
+    MUTED,
+    axes_at,
+    canvas,
+    drawing,
+    footer,
+    headline,
+    ink_on,
+    legend_below_headline,
+    save,
+)
 from disagmoe.plan.plan import Layout, Placement
 from disagmoe.timeline.timeline import Timeline
 
@@ -50,6 +57,7 @@ STRIP_ROW = 0.115
 NUMBER_PT = 6.4
 OP_PT = 15.0
 """Width that a typical operation should have in the excerpt, in points: two digits fit."""
+LEGEND_COLUMNS = 6
 IDLE, LANE_BACK = "#F1F1F1", "#FAFAFA"
 
 
@@ -63,7 +71,7 @@ def write_gantt(results: Results, name: str, view: str, timeline: Timeline, layo
 def gantt_figure(
     results: Results, name: str, view: str, timeline: Timeline, placement: Placement, window: Window | None = None
 ) -> Figure:
-    """The picture of one timeline; `window` chooses the excerpt, by default the middle of the steady state."""
+    """The picture of one timeline; `window` chooses the excerpt, by default of the steady state."""
     workers = shown_workers(placement)
     span = window or excerpt(timeline, int((WIDTH - LEFT - RIGHT) * 72 / OP_PT))
     whole = span.start_s <= 0.0 and span.end_s >= timeline.step_s
@@ -72,19 +80,22 @@ def gantt_figure(
     codes = class_codes(timeline.program)
     rows = max((lane.top + lane.height for lane in lanes), default=1.0)
 
-    foot_lines = _foot(results, timeline)
+    foot_lines = _foot(results, timeline, whole)
     bottom = 0.62 + 0.13 * len(foot_lines)
     strip = 0.0 if whole else STRIP_ROW * len(workers)
-    legend_rows = -(-len(np.unique(codes)) // 7)
-    top = 0.72 + 0.22 * legend_rows + (0.0 if whole else strip + 0.58)
+    strip_rows = np.flatnonzero(~communicates(timeline.program) & np.isin(timeline.program.worker, workers))
+    shown = np.unique(codes[shapes.row if whole else np.concatenate((shapes.row, strip_rows))])
+    legend_rows = -(-len(shown) // LEGEND_COLUMNS)
+    top = 0.78 + 0.2 * legend_rows + (0.0 if whole else strip + 0.82)
     figure = canvas(WIDTH, bottom + rows * UNIT + top)
     axes = axes_at(figure, LEFT, bottom, WIDTH - LEFT - RIGHT, rows * UNIT)
     _draw_excerpt(axes, timeline, lanes, shapes, codes, span)
     _label_workers(axes, lanes, placement, rows)
     if not whole:
-        above = axes_at(figure, LEFT, bottom + rows * UNIT + 0.52, WIDTH - LEFT - RIGHT, strip)
+        above = axes_at(figure, LEFT, bottom + rows * UNIT + 0.6, WIDTH - LEFT - RIGHT, strip)
         _draw_strip(above, timeline, workers, placement, codes, span)
-    _key(figure, sorted(np.unique(codes)))
+    handles = [Patch(facecolor=CLASSES[code].colour, label=CLASSES[code].label) for code in shown]
+    legend_below_headline(figure, handles, columns=LEGEND_COLUMNS)
     headline(figure, _title(name, view, timeline, span, whole), _subtitle(results, placement, workers))
     footer(figure, "\n".join(foot_lines))
     return figure
@@ -108,11 +119,13 @@ def _subtitle(results: Results, placement: Placement, workers: list[int]) -> str
     return text
 
 
-def _foot(results: Results, timeline: Timeline) -> list[str]:
-    lines = ["numbers are micro-batches; white or grey = idle; a transfer is drawn from the moment both ends are ready"]
+def _foot(results: Results, timeline: Timeline, whole: bool) -> list[str]:
+    text = "numbers are micro-batches; white or grey = idle; a transfer is drawn from the moment both ends are ready"
     if not (timeline.end_s > timeline.start_s).all():
-        lines[0] += "; operations of no duration are left out"
-    return lines + notes(results)[:1]
+        text += "; operations of no duration are left out"
+    if not whole:
+        text += "; the excerpt lies where forward and backward are most mixed"
+    return [text, *notes(results)[:1]]
 
 
 # ---- excerpt --------------------------------------------------------------------------------------------------------
@@ -130,7 +143,8 @@ def _draw_excerpt(
     pad = np.where(communicates(timeline.program)[shapes.row], 0.05, 0.0)
     left, right = shapes.left_s * 1e3, shapes.right_s * 1e3
     above, below = shapes.top + pad, shapes.top + shapes.height - pad
-    corners = np.stack([np.stack(xy, axis=1) for xy in ((left, above), (right, above), (right, below), (left, below))], axis=1)
+    outline = ((left, above), (right, above), (right, below), (left, below))
+    corners = np.stack([np.stack(corner, axis=1) for corner in outline], axis=1)
     palette = np.array([to_rgb(entry.colour) for entry in CLASSES])
     axes.add_collection(
         PolyCollection(list(corners), facecolors=palette[codes[shapes.row]], edgecolors="white", linewidths=0.25),
@@ -213,19 +227,5 @@ def _draw_strip(
     axes.xaxis.set_major_locator(MaxNLocator(14))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axes.tick_params(axis="x", labelsize=7.5)
-
-
-def _key(figure: Figure, codes: list[int]) -> None:
-    width, height = figure.get_size_inches()
-    handles = [Patch(facecolor=CLASSES[code].colour, label=CLASSES[code].label) for code in codes]
-    figure.legend(
-        handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(0.07 / width, 1 - 0.6 / height),
-        ncols=7,
-        handlelength=1.2,
-        handleheight=0.9,
-        columnspacing=1.3,
-        borderaxespad=0.0,
-        fontsize=8,
-    )
+    text = "the whole step [ms], coloured by what a worker computes (white: nothing); the frame is the excerpt below"
+    axes.set_title(text, loc="left", fontsize=8, fontweight="normal", color=MUTED, pad=4)

@@ -12,13 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.report.classes import communicates
-from disagmoe.ops import COMPUTE_STREAMS, Kind, Stream
+from disagmoe.ops import COMPUTE_STREAMS, Kind, Phase, Stream
 from disagmoe.plan.plan import Placement
 from disagmoe.timeline.timeline import Timeline
 
 FloatArray = NDArray[np.float64]
 
 MAX_WORKERS = 16
+WINDOW_STARTS = 401
+"""Places at which an excerpt may begin."""
 COMPUTE_HEIGHT, COMM_HEIGHT, WORKER_GAP = 1.0, 0.42, 0.45
 LANE_ORDER = (
     *(Stream.COMPUTE, Stream.COMPUTE_B, Stream.COLL, Stream.SEND, Stream.RECV),
@@ -76,25 +78,32 @@ def shown_workers(placement: Placement) -> list[int]:
 
 
 def excerpt(timeline: Timeline, slots: int) -> Window:
-    """About `slots` typical compute operations from the middle of the steady state.
+    """About `slots` typical compute operations, where forward and backward are most evenly mixed.
 
-    The middle lies halfway between the first backward and the last forward of
-    the program. A step that is hardly longer than the excerpt is shown whole.
+    The same rule for every system: of evenly spaced starts, the one that
+    maximises (busy forward time) × (busy backward time) over all workers, the
+    earliest of equals. A step hardly longer than the excerpt is shown whole.
     """
     program, step = timeline.program, timeline.step_s
-    layered = (program.kind == Kind.ATTN) | (program.kind == Kind.FFN) | (program.kind == Kind.STAGE)
-    durations = (timeline.end_s - timeline.start_s)[layered]
-    durations = durations[durations > 0]
-    if not durations.size:
+    layered = np.isin(program.kind, (Kind.ATTN, Kind.FFN, Kind.STAGE)) & (timeline.end_s > timeline.start_s)
+    if not layered.any():
         return Window(0.0, step)
-    width = float(np.median(durations)) * slots
+    width = float(np.median((timeline.end_s - timeline.start_s)[layered])) * slots
     if width >= 0.75 * step:
         return Window(0.0, step)
-    forward = layered & (program.phase == 0)
-    last_forward = float(timeline.end_s[forward].max(initial=0.0))
-    first_backward = float(timeline.start_s[layered & ~forward].min(initial=step))
-    start = min(max((last_forward + first_backward) / 2 - width / 2, 0.0), step - width)
+    starts = np.linspace(0.0, step - width, WINDOW_STARTS)
+    forward = layered & (program.phase == Phase.F)
+    busy = [_busy_within(timeline, rows, starts, width) for rows in (forward, layered & ~forward)]
+    score = busy[0] * busy[1]
+    start = float(starts[np.argmax(score if score.any() else busy[0] + busy[1])])
     return Window(start, start + width)
+
+
+def _busy_within(timeline: Timeline, rows: NDArray[np.bool_], starts: FloatArray, width: float) -> FloatArray:
+    """Seconds that the chosen rows run inside each window, summed over workers; rounded so that equals stay equal."""
+    at_s = np.concatenate((starts, starts + width))
+    busy = _busy_until(timeline.start_s[rows], timeline.end_s[rows], at_s)
+    return np.round((busy[len(starts) :] - busy[: len(starts)]) / width, 9)
 
 
 def lay_lanes(timeline: Timeline, workers: list[int], window: Window) -> list[Lane]:
@@ -142,7 +151,9 @@ def boxes(timeline: Timeline, lanes: list[Lane], window: Window) -> Boxes:
     )
 
 
-def occupancy(timeline: Timeline, workers: list[int], codes: NDArray[np.int64], n_classes: int, bins: int) -> FloatArray:
+def occupancy(
+    timeline: Timeline, workers: list[int], codes: NDArray[np.int64], n_classes: int, bins: int
+) -> FloatArray:
     """Share of time that each worker computes in each class, per bin of the whole step. Shape [workers, bins, classes].
 
     Two compute streams that run side by side are scaled to a sum of at most 1.

@@ -31,7 +31,7 @@ RATIO_ARITHMETIC = (
 Row = Mapping[str, Any]
 
 
-class NotComparable(Exception):
+class NotComparableError(Exception):
     """Why a claim cannot be held against this run; the message is the reason shown."""
 
 
@@ -39,7 +39,7 @@ class NotComparable(Exception):
 class Claim:
     """One published statement: a range (or one value), its unit and how ours is found.
 
-    `ours` raises NotComparable where the run has nothing to compare. `slack` is
+    `ours` raises NotComparableError where the run has nothing to compare. `slack` is
     half of the last printed digit (or what "about" allows): a single published
     value is met when ours rounds to it.
     """
@@ -59,17 +59,17 @@ def _paper_model(results: Results, *, ignore: Sequence[str] = ()) -> str:
     for name, shape in MODELS.items():
         if all(model.get(key) == value for key, value in shape.items() if key not in ignore):
             return name
-    raise NotComparable(f"the paper has {', '.join(MODELS)}; this run has {model['name']}")
+    raise NotComparableError(f"the paper has {', '.join(MODELS)}; this run has {model['name']}")
 
 
 def _setting(results: Results, model: str | None = None, seq: int | None = None) -> None:
     """The paper's set-up: its models and lengths, 128 H800, whole depth, native transports."""
     found, length = _paper_model(results), int(results["workload"]["seq"])
     if model is not None and found != model:
-        raise NotComparable(f"stated for {model}; this run has {found}")
+        raise NotComparableError(f"stated for {model}; this run has {found}")
     if length not in ((seq,) if seq is not None else SEQUENCES):
         wanted = f"{seq:,}" if seq is not None else ", ".join(f"{s:,}" for s in SEQUENCES)
-        raise NotComparable(f"stated for sequence length {wanted}; this run has {length:,}")
+        raise NotComparableError(f"stated for sequence length {wanted}; this run has {length:,}")
     _hardware(results)
 
 
@@ -79,13 +79,13 @@ def _hardware(results: Results) -> None:
     gpus = sum(int(group["count"]) * int(group["gpus"]) for group in groups)
     device = str(cluster.get("device", "")).lower()
     if groups and (gpus != GPUS or DEVICE not in device):
-        raise NotComparable(f"the paper used {GPUS} H800; this run has {gpus} {device.upper()}")
+        raise NotComparableError(f"the paper used {GPUS} H800; this run has {gpus} {device.upper()}")
     if not groups and not str(cluster["name"]).startswith(f"{DEVICE}_{GPUS}"):
-        raise NotComparable(f"the paper used {GPUS} H800; this run has {cluster['name']}")
+        raise NotComparableError(f"the paper used {GPUS} H800; this run has {cluster['name']}")
     if depth["used"] != depth["of"]:
-        raise NotComparable(f"the paper trains all layers; this run has {depth['used']} of {depth['of']}")
+        raise NotComparableError(f"the paper trains all layers; this run has {depth['used']} of {depth['of']}")
     if (finite(results["workload"].get("skew")) or 1.0) != 1.0 or results["workload"].get("stragglers"):
-        raise NotComparable("the paper has neither routing skew nor stragglers")
+        raise NotComparableError("the paper has neither routing skew nor stragglers")
 
 
 def _row(results: Results, system: str) -> Row:
@@ -93,18 +93,18 @@ def _row(results: Results, system: str) -> Row:
     rows = [row for row in results["rows"] if row["system"] == system and row["view"] == "native"]
     if not rows:
         if any(row["system"] == system for row in results["rows"]):
-            raise NotComparable("the paper's setting is the native view, which this run leaves out")
-        raise NotComparable(f"{system} is not in this run")
+            raise NotComparableError("the paper's setting is the native view, which this run leaves out")
+        raise NotComparableError(f"{system} is not in this run")
     fine = [row for row in rows if row["status"] == "ok"]
     if not fine:
-        raise NotComparable(f"{system} did not run here: {str(rows[0]['status']).replace('_', ' ')}")
+        raise NotComparableError(f"{system} did not run here: {str(rows[0]['status']).replace('_', ' ')}")
     return next((row for row in fine if not row.get("variant")), fine[0])
 
 
 def _step(results: Results, system: str) -> float:
     step = finite(_row(results, system).get("step_time_s"))
     if not step:
-        raise NotComparable(f"{system} has no step time")
+        raise NotComparableError(f"{system} has no step time")
     return step
 
 
@@ -122,7 +122,7 @@ def _removed(system: str) -> Callable[[Results], float]:
         _row(results, "disagmoe")
         value = finite(_row(results, system).get("exposed_comm_reduction"))
         if value is None:
-            raise NotComparable(f"{system} exposes no communication here")
+            raise NotComparableError(f"{system} exposes no communication here")
         return value
 
     return ours
@@ -132,7 +132,7 @@ def _baseline_exposed(results: Results) -> float:
     _setting(results, "DeepSeek-MoE", 8192)
     exposed = finite(_row(results, "megatron_1f1b").get("exposed_comm_s"))
     if exposed is None:
-        raise NotComparable("exposed communication is not known here")
+        raise NotComparableError("exposed communication is not known here")
     return exposed / _step(results, "megatron_1f1b")
 
 
@@ -140,9 +140,8 @@ def _top_k(results: Results) -> float:
     model = results["model"]
     if model.get("experts") != 64 or model.get("top_k") not in TOP_KS:
         wanted = "/".join(map(str, TOP_KS))
-        raise NotComparable(
-            f"stated for 64 experts with top-k {wanted}; this run has {model.get('experts')} with top-k {model.get('top_k')}"
-        )
+        ours = f"{model.get('experts')} with top-k {model.get('top_k')}"
+        raise NotComparableError(f"stated for 64 experts with top-k {wanted}; this run has {ours}")
     _paper_model(results, ignore=("top_k",))
     _hardware(results)
     return _step(results, "megatron_1f1b") / _step(results, "disagmoe")
@@ -154,26 +153,27 @@ def _af_ratio(results: Results) -> float:
     plan = _row(results, "disagmoe").get("plan") or {}
     attention, _, experts = str(plan.get("A:F") or "").partition(":")
     if not (attention.isdigit() and experts.isdigit() and int(experts)):
-        raise NotComparable("the plan does not say how many GPUs A and F have")
+        raise NotComparableError("the plan does not say how many GPUs A and F have")
     if plan.get("nics") != "halves":
-        raise NotComparable(f"stated with NICs 16:16; the plan has nics={plan.get('nics')}")
+        raise NotComparableError(f"stated with NICs 16:16; the plan has nics={plan.get('nics')}")
     return int(attention) / int(experts)
 
 
 def _never(reason: str) -> Callable[[Results], float]:
     def ours(results: Results) -> float:
-        raise NotComparable(reason)
+        raise NotComparableError(reason)
 
     return ours
 
 
+_DUALPIPE = "whether the paper's DualPipe used DeepEP is not known"
 _BEST = "elsewhere the paper is summarised as up to 1.34× over the best overlap system"
 
 CLAIMS = (
     Claim("speed-up over Megatron-1F1B", 1.59, 1.81, "x", _speedup("megatron_1f1b")),
     Claim("speed-up over Tutel", 1.2, 1.5, "x", _speedup("tutel"), _BEST),
     Claim("speed-up over Comet", 1.2, 1.5, "x", _speedup("comet"), _BEST),
-    Claim("speed-up over DualPipe", 1.05, 1.13, "x", _speedup("dualpipe"), "whether its DualPipe used DeepEP is not known"),
+    Claim("speed-up over DualPipe", 1.05, 1.13, "x", _speedup("dualpipe"), _DUALPIPE),
     Claim("exposed comm removed vs Tutel (DeepSeek-MoE, 8K)", 0.88, 0.88, "%", _removed("tutel")),
     Claim("exposed comm removed vs Comet (DeepSeek-MoE, 8K)", 0.75, 0.75, "%", _removed("comet")),
     Claim("exposed comm removed vs DualPipe (DeepSeek-MoE, 8K)", 0.45, 0.45, "%", _removed("dualpipe")),
@@ -207,7 +207,7 @@ def _compare(results: Results, claim: Claim) -> dict[str, Any]:
     row: dict[str, Any] = {"claim": claim.text, "low": claim.low, "high": claim.high, "unit": claim.unit}
     try:
         ours = claim.ours(results)
-    except NotComparable as reason:
+    except NotComparableError as reason:
         return {**row, "ours": None, "verdict": "not comparable", "note": str(reason)}
     above_low = claim.low is None or ours >= claim.low - claim.slack
     below_high = claim.high is None or ours <= claim.high + claim.slack

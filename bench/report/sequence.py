@@ -19,7 +19,19 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from bench.report.facts import ORIGIN, REFERENCE, finite, row_label
-from bench.report.style import MUTED, axes_at, canvas, drawing, footer, hatches, headline, save, system_colours
+from bench.report.style import (
+    INK,
+    MUTED,
+    axes_at,
+    canvas,
+    drawing,
+    footer,
+    hatches,
+    headline,
+    legend_below_headline,
+    save,
+    system_colours,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,7 +62,7 @@ class Metric:
 
 METRICS = (
     Metric("speedup", "speedup", f"Speed-up over {REFERENCE} by sequence length", f"speed-up over\n{REFERENCE}", 1.0),
-    Metric("exposed", "exposed_comm_s", "Exposed communication by sequence length", "exposed communication\nper step [s]"),
+    Metric("exposed", "exposed_comm_s", "Exposed communication by sequence length", "exposed comm\nper step [s]"),
     Metric("stall", "stall_s", "Stall (exposed + bubble) by sequence length", "exposed + bubble\nper step [s]"),
 )
 
@@ -112,7 +124,8 @@ def make_panels(rows: Sequence[Record]) -> tuple[list[Panel], int]:
     panels = []
     for (model, depth_of, depth_used, _), cells in sorted(groups.items()):
         batches = {float(row["seq"]) * float(row["global_batch"]) / 1e6 for row in cells.values()}
-        title = f"{model}, {depth_used} of {depth_of} layers, {_span(sorted(batches))} M tokens per step"
+        name = model if len(model) <= 24 else f"{model[:23]}…"
+        title = f"{name}, {depth_used} of {depth_of} layers, {_span(sorted(batches))} M tokens"
         panels.append(Panel(title, cells))
     return panels, superseded
 
@@ -123,13 +136,16 @@ def _span(values: Sequence[float]) -> str:
     return low if low == high else f"{low}–{high}"
 
 
-def _figure(metric: Metric, panels: Sequence[Panel], rows: Sequence[Record], key: tuple[str, ...], superseded: int) -> Figure:
+def _figure(
+    metric: Metric, panels: Sequence[Panel], rows: Sequence[Record], key: tuple[str, str, str], superseded: int
+) -> Figure:
     """Rows of panels are models, columns are views."""
     views = list(dict.fromkeys(str(row["view"]) for row in rows))
     pairs = list(dict.fromkeys((str(row["system"]), row_label(row)) for row in rows))
     colours, marks = system_colours(system for system, _ in pairs), hatches(pairs)
     width = LEFT + len(views) * PANEL_W + (len(views) - 1) * GAP_X + 0.3
-    key_rows = -(-len(pairs) // max(1, int(width / 1.9)))
+    columns = min(len(pairs), max(1, int(width / 1.9)))
+    key_rows = -(-len(pairs) // columns)
     top = TOP + 0.22 * (key_rows - 1)
     figure = canvas(width, top + len(panels) * PANEL_H + (len(panels) - 1) * GAP_Y + FOOT)
     for line, panel in enumerate(panels):
@@ -137,13 +153,14 @@ def _figure(metric: Metric, panels: Sequence[Panel], rows: Sequence[Record], key
         highest = _highest(metric, panel)
         for column, view in enumerate(views):
             axes = axes_at(figure, LEFT + column * (PANEL_W + GAP_X), bottom, PANEL_W, PANEL_H)
-            axes.set_title(f"{panel.title} · {view}", loc="left", fontsize=9)
+            axes.set_title(f"{panel.title}, {view} view", loc="left", fontsize=9)
             _bars(axes, metric, panel, view, pairs, colours, marks, highest)
             if column == 0:
                 axes.set_ylabel(metric.axis)
     backend, cluster, calibration = key
-    headline(figure, metric.title, f"{ORIGIN[backend]} on {cluster} (calibration {calibration}); speed-ups are within one view")
-    _key(figure, pairs, colours, marks, max(1, int(width / 1.9)))
+    how = f"{ORIGIN[backend]} on {cluster} (calibration {calibration}); systems compare within one view"
+    headline(figure, metric.title, how)
+    legend_below_headline(figure, _handles(pairs, colours, marks), columns)
     note = f"{superseded} earlier values of the same points are not shown. " if superseded else ""
     footer(figure, note + "OOM: out of memory, n/a: not applicable, no mark: not run.")
     return figure
@@ -190,7 +207,9 @@ def _bars(
                 ha="center",
                 va="bottom",
                 fontsize=max(font, 5.0),
-                color=MUTED if text in SHORT_STATUS.values() else "#222222",
+                color=MUTED if text in SHORT_STATUS.values() else INK,
+                bbox={"boxstyle": "square,pad=0.06", "facecolor": "white", "edgecolor": "none"},
+                zorder=4,
             )
     axes.set_xticks(range(len(lengths)), [_length(seq) for seq in lengths])
     axes.set_xlim(-0.5, len(lengths) - 0.5)
@@ -207,24 +226,10 @@ def _length(seq: int) -> str:
     return f"{seq // 1024}K" if seq % 1024 == 0 else f"{seq:,}"
 
 
-def _key(
-    figure: Figure,
-    pairs: Sequence[tuple[str, str]],
-    colours: Mapping[str, str],
-    marks: Mapping[tuple[str, str], str],
-    columns: int,
-) -> None:
-    width, height = figure.get_size_inches()
-    handles = [
+def _handles(
+    pairs: Sequence[tuple[str, str]], colours: Mapping[str, str], marks: Mapping[tuple[str, str], str]
+) -> list[Patch]:
+    return [
         Patch(facecolor=colours[system], hatch=marks[system, label], edgecolor="white", linewidth=0, label=label)
         for system, label in pairs
     ]
-    figure.legend(
-        handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(0.07 / width, 1 - 0.6 / height),
-        ncols=columns,
-        handlelength=1.3,
-        columnspacing=1.4,
-        borderaxespad=0.0,
-    )

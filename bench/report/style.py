@@ -1,7 +1,7 @@
 """Decides how every picture looks: colours per system, component, phase and kind, fonts, captions, and stable bytes.
 
-System colours are the Okabe-Ito set, told apart by readers with colour-vision
-deficiencies; parts of a stack and lanes of a Gantt also differ in lightness or
+System colours are the Okabe-Ito set with greys, told apart by readers with
+colour-vision deficiencies (a test computes it); parts of a stack and lanes of a Gantt also differ in lightness or
 hatching. Pictures made twice from equal data are equal byte for byte.
 """
 
@@ -16,11 +16,12 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from disagmoe.ops import Kind, Phase
 
 SYSTEM_COLOURS = {
-    "megatron_1f1b": "#8C8C8C",
+    "megatron_1f1b": "#696969",
     "megatron_1f1b_overlap": "#2B2B2B",
     "tutel": "#E69F00",
     "comet": "#CC79A7",
@@ -43,22 +44,28 @@ COMPONENTS = (
 """Parts of a step from left to right: key, label, colour, hatch. They add up to the step."""
 
 PHASE_COLOURS: dict[Phase, tuple[str, str]] = {
-    Phase.F: ("#2F6DB5", "#93BBE6"),
-    Phase.B: ("#0B8A83", "#7CCBC4"),
-    Phase.I: ("#0B8A83", "#7CCBC4"),
-    Phase.W: ("#6A9A12", "#B7D77A"),
-    Phase.R: ("#7A5AA6", "#C6B3E0"),
+    Phase.F: ("#2A66B8", "#93BBE6"),
+    Phase.B: ("#109A91", "#7CCBC4"),
+    Phase.I: ("#109A91", "#7CCBC4"),
+    Phase.W: ("#86B82A", "#CBE39A"),
+    Phase.R: ("#B880DC", "#E4D0F2"),
 }
 """Forward blue, backward teal, weight gradient green, recompute violet: (attention and others, FFN)."""
 OPTIM_COLOUR = "#4D4D4D"
-HEAD_COLOURS: dict[Phase, str] = {Phase.F: "#153E75", Phase.B: "#04504B", Phase.I: "#04504B", Phase.W: "#3F5E08", Phase.R: "#4A3270"}
+HEAD_COLOURS: dict[Phase, str] = {
+    Phase.F: "#153E75",
+    Phase.B: "#04504B",
+    Phase.I: "#04504B",
+    Phase.W: "#3F5E08",
+    Phase.R: "#4A3270",
+}
 """Embedding and output head: the same hues, darker."""
 
 COMM_COLOURS = {Kind.DISPATCH: "#E69F00", Kind.COMBINE: "#D55E00", Kind.P2P: "#CC79A7", Kind.GRAD_SYNC: "#7F5A2A"}
 
 INK, MUTED, GRID = "#222222", "#666666", "#DDDDDD"
 
-RC: dict[str, Any] = {
+RC: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9.0,
     "axes.titlesize": 10.5,
@@ -150,6 +157,22 @@ def headline(figure: Figure, title: str, subtitle: str, *, top_in: float = 0.30)
     left = 0.15 / width
     figure.text(left, 1 - top_in / height, title, fontsize=12.5, fontweight="bold", va="baseline", ha="left")
     figure.text(left, 1 - (top_in + 0.22) / height, subtitle, fontsize=9, color=MUTED, va="baseline", ha="left")
+
+
+def legend_below_headline(figure: Figure, handles: Sequence[Patch], columns: int) -> None:
+    """Legend rows right below the subtitle, aligned with it."""
+    width, height = figure.get_size_inches()
+    figure.legend(
+        handles=list(handles),
+        loc="upper left",
+        bbox_to_anchor=(0.15 / width, 1 - 0.62 / height),
+        ncols=columns,
+        handlelength=1.4,
+        handleheight=0.85,
+        columnspacing=1.4,
+        borderaxespad=0.0,
+        borderpad=0.0,
+    )
 
 
 def footer(figure: Figure, text: str) -> None:

@@ -137,7 +137,8 @@ def print_tables(results: Results, file: TextIO | None = None) -> None:
     _print(results, Console(file=plain, highlight=False, width=WIDTH, color_system=None, legacy_windows=False))
     text = "".join(f"{line.rstrip()}\n" for line in plain.getvalue().splitlines())
     encoding = getattr(out, "encoding", None) or "utf-8"
-    out.write(text.encode(encoding, errors="replace").decode(encoding))  # an ASCII pipe shows "?", the run does not fail
+    # An ASCII pipe shows "?" for "×" instead of failing the run.
+    out.write(text.encode(encoding, errors="replace").decode(encoding))
 
 
 def _print(results: Results, out: Console) -> None:

@@ -1,0 +1,94 @@
+"""By-sequence pictures: grouping, order, what is missing, equal bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from bench.report import by_sequence, records
+from bench.report.sequence import NEEDED, make_panels
+
+from .sample import sample
+
+
+def runs(*lengths: int, model: str = "qwen3", cluster: str = "h800_128", used: int = 94) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    for seq in lengths:
+        results = sample(depth={"used": used, "of": 94})
+        results["model"]["name"] = model
+        results["cluster"]["name"] = cluster
+        results["workload"].update(seq=seq, global_batch=8388608 // seq)
+        lines += records(results)
+    return lines
+
+
+def test_one_panel_per_model_and_sequences_in_order() -> None:
+    panels, superseded = make_panels([*runs(32768, 4096, 8192), *runs(4096, model="gpt_oss")])
+    assert superseded == 0
+    assert [panel.title.split(",")[0] for panel in panels] == ["gpt_oss", "qwen3"]
+    assert panels[1].lengths == [4096, 8192, 32768]
+    cell = panels[1].cells["native", "disagmoe", 8192]
+    assert cell["speedup"] == pytest.approx(1.6)
+
+
+def test_depths_and_batches_do_not_mix() -> None:
+    rows = [*runs(4096), *runs(4096, used=72)]
+    big = runs(4096)
+    for row in big:
+        row["global_batch"] *= 4
+    titles = [panel.title for panel in make_panels([*rows, *big])[0]]
+    assert titles == [
+        "qwen3, 72 of 94 layers, 8.39 M tokens",
+        "qwen3, 94 of 94 layers, 8.39 M tokens",
+        "qwen3, 94 of 94 layers, 33.6 M tokens",
+    ]
+
+
+def test_rounded_batches_share_a_panel() -> None:
+    odd = runs(6000)
+    for row in odd:
+        row["global_batch"] = 1408  # 8,448,000 tokens
+    (panel,), _ = make_panels([*runs(4096), *odd])
+    assert panel.lengths == [4096, 6000]
+    assert "8.39–8.45 M tokens" in panel.title
+
+
+def test_the_last_line_of_a_point_counts() -> None:
+    first, again = runs(4096), runs(4096)
+    for row in again:
+        row["speedup"] = 9.0
+    (panel,), superseded = make_panels([*first, *again])
+    assert superseded == len(first)
+    assert panel.cells["native", "tutel", 4096]["speedup"] == 9.0
+
+
+def test_files_per_cluster_and_equal_bytes(tmp_path: Path) -> None:
+    frame = pd.DataFrame([*runs(4096, 32768), *runs(4096, cluster="h100_128")])
+    made = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        made.append(by_sequence(tmp_path / name, frame))
+    assert [path.name for path in made[0]] == [
+        f"by_sequence_{metric}_simulate_{cluster}_h800.{suffix}"
+        for cluster in ("h100_128", "h800_128")
+        for metric in ("speedup", "exposed", "stall")
+        for suffix in ("png", "svg")
+    ]
+    for first, second in zip(*made, strict=True):
+        assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_frame_read_from_csv_will_do(tmp_path: Path) -> None:
+    """Empty cells come back as NaN and counts as floats."""
+    pd.DataFrame(runs(4096)).to_csv(tmp_path / "summary.csv", index=False)
+    assert len(by_sequence(tmp_path, pd.read_csv(tmp_path / "summary.csv"))) == 6
+
+
+def test_missing_columns_are_named(tmp_path: Path) -> None:
+    frame = pd.DataFrame(runs(4096)).drop(columns=["stall_s"])
+    with pytest.raises(ValueError, match="missing: stall_s"):
+        by_sequence(tmp_path, frame)
+    assert "stall_s" in NEEDED
