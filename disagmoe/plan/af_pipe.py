@@ -7,21 +7,23 @@ stages whose chunk is one layer. Dispatch (A to F of one layer) and combine (F
 straight to the *next* layer's A, so there is no P2P) are transfers on one send
 and one receive stream per worker.
 
-Three things are decided here.
+Four things are decided here.
 
-1. *Warm-up.* The ring has R slots, R - 2p of them for transfers, and a worker
+1. *Groups.* Micro-batches are cut into near-equal groups of at most Ng, always:
+   Megatron's full groups with a short last one drain the ring at the end.
+2. *Warm-up.* The ring has R slots, R - 2p of them for transfers, and a worker
    starts backwards after 2 (R - position - 1) + (v - 1) Ng forwards. "megatron"
-   has R = 2p, "comm_stage" R = Ng, so that Ng = 4p gives every transfer a ring
-   stage of its own (A, dispatch, F, combine). R > Ng deadlocks whatever the
-   streams do: the first worker would warm up with micro-batches that come round
-   only after backwards the last one cannot have started.
-2. *Order of transfers.* Sends in order of production and receives in order of
+   has R = 2p; "comm_stage" has R = Ng, so that Ng = 4p gives every transfer a ring
+   stage of its own (A, dispatch, F, combine). R well above Ng deadlocks whatever
+   the streams do: the first worker would warm up with micro-batches that come
+   round only after backwards the last one cannot have started.
+3. *Order of transfers.* Sends in order of production and receives in order of
    consumption block each other when Ng > 2p: a worker's early product waits for a
    receiver that waits for a sender that waits for the worker. Both ends are
    therefore ordered by the slot a transfer takes when the ring runs in lock-step
    (`kernels.record_transfers`). That run is one in which every operation does
    start, so no set of durations can deadlock the order.
-3. *The output head* runs, forward and backward together, midway between the last
+4. *The output head* runs, forward and backward together, midway between the last
    layer's forward and its backward, so that the reductions on either side of it
    overlap with other micro-batches where the warm-up leaves room.
 """
@@ -34,7 +36,7 @@ from numpy.typing import NDArray
 from disagmoe.kernels import record_transfers
 from disagmoe.ops import Kind, Phase, Stream
 from disagmoe.plan.expand import Cell, TailRow, Template, TemplateKey, expand, step_tail
-from disagmoe.plan.orders import StageOrder, alternate, grouped_table, groups, peak_in_flight, warmup
+from disagmoe.plan.orders import StageOrder, alternate, grouped_table, near_equal_groups, peak_in_flight, warmup
 from disagmoe.plan.program import COLUMNS, IntArray, Program
 
 LongArray = NDArray[np.int64]
@@ -54,10 +56,10 @@ def af_orders(p: int, v: int, m: int, group: int, order: str) -> tuple[StageOrde
         raise ValueError(f"AF-Pipe needs a depth, virtual stages and micro-batches of at least 1, not {p}, {v} and {m}")
     if not 2 * p <= group <= 4 * p:
         raise ValueError(f"AF-Pipe group size {group} with p = {p}: allowed are {2 * p} to {4 * p} (2p to 4p)")
-    sizes = groups(m, 2 * p, group)
+    sizes = near_equal_groups(m, 2 * p, group)
     chunk, microbatch = grouped_table(v, sizes)
-    smallest = group if v == 1 else min(sizes)
-    slots = 2 * p if order == "megatron" else max(2 * p, smallest)
+    round_trip = group if v == 1 else min(sizes)  # with one chunk nothing comes round
+    slots = 2 * p if order == "megatron" else max(2 * p, round_trip)
     ring = [*range(0, 2 * p, 2), *range(1, 2 * p, 2)]
     return tuple(
         alternate(chunk, microbatch, v, warmup(slots, v, stage * slots // (2 * p), max(sizes), m * v)) for stage in ring

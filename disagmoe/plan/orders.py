@@ -45,9 +45,8 @@ def groups(m: int, p: int, group: int) -> tuple[int, ...]:
     Megatron's own rule (groups of `group`, trailing group empty or of at least p)
     is used wherever it holds. Elsewhere a short trailing group would ask for its
     micro-batches in the next chunk before they have come round the ring, which
-    costs time and can deadlock (p = 4, v = 3, groups of 4 and 1). The groups are
-    then made near-equal: sizes differ by at most one, all are at least p, and none
-    is above `group` where that is possible. With m < p there is one group of m.
+    costs time and can deadlock (p = 4, v = 3, groups of 4 and 1): the groups are then
+    near-equal.
     """
     _positive(m=m, p=p)
     if group < p:
@@ -55,6 +54,14 @@ def groups(m: int, p: int, group: int) -> tuple[int, ...]:
     rest = m % group
     if rest == 0 or rest >= p:
         return (group,) * (m // group) + ((rest,) if rest else ())
+    return near_equal_groups(m, p, group)
+
+
+def near_equal_groups(m: int, p: int, group: int) -> tuple[int, ...]:
+    """Group sizes that differ by at most one, all at least p, none above `group` where both can be had.
+
+    With m < p there is one group of m.
+    """
     count = max(1, min(-(-m // group), m // p))
     small, extra = divmod(m, count)
     return (small + 1,) * extra + (small,) * (count - extra)
