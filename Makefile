@@ -10,8 +10,8 @@ PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --disable-pip-version-check --constraint constraints.txt
 # torch without CUDA is a tenth of the size and all that the tests need.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-# pip names each package it fetches, on one growing line; its errors stay on stderr.
-NAMES := awk '/^Collecting/ {printf " %s", $$2; fflush()} END {print ""}'
+# pip names each package it fetches, on one growing line; its errors go to stderr, its warnings nowhere.
+NAMES := 2> >(grep -v '^WARNING' >&2) | awk '/^Collecting/ {printf " %s", $$2; fflush()} END {print ""}'
 WORKERS ?= 2
 SWEEP_MODELS := deepseek_moe,gpt_oss,qwen3
 SWEEP_SEQS := 4k,8k,16k,32k
@@ -76,12 +76,12 @@ $(PY):
 
 $(VENV)/.core: pyproject.toml constraints.txt | $(PY)
 	@printf 'Installing the suite (about 150 MB to fetch, once):'
-	@$(INSTALL) --editable '.[launchers]' | $(NAMES)
+	@$(INSTALL) --editable '.[launchers]' $(NAMES)
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.core
 	@printf 'Installing torch (CPU) and the development tools (about 250 MB to fetch, once):'
-	@$(INSTALL) --no-deps --retries 1 --index-url $(TORCH_INDEX) 'torch>=2.6' 2>/dev/null | $(NAMES) \
+	@$(INSTALL) --no-deps --retries 1 --index-url $(TORCH_INDEX) 'torch>=2.6' >/dev/null 2>&1 \
 		|| echo "  torch's CPU index cannot be reached: taking torch from the default index"
-	@$(INSTALL) --editable '.[launchers,dev]' | $(NAMES)
+	@$(INSTALL) --editable '.[launchers,dev]' $(NAMES)
 	@touch $@
