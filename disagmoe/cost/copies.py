@@ -3,7 +3,8 @@
 Decides how far copies of a token can be merged. Routing is taken as uniform over
 the experts, or, for models that route within the best `topk_group` of `n_group`
 expert groups, uniform over the experts of the chosen groups, each of which gets
-at least one copy (they are chosen because they hold high scores).
+at least one copy (they are chosen for their high scores: with groups ranked by
+their best expert, as DeepEP's test does, 3.98 of 4 groups get one).
 Formulas: DeepSeek-V3 (arXiv 2412.19437, node-limited routing) and elementary
 hypergeometric counting.
 """
@@ -22,7 +23,7 @@ def distinct_units(experts: int, top_k: int, units: int, n_group: int = 1, topk_
     and min(top_k, units).
     """
     if units < 1 or not 1 <= top_k <= experts:
-        raise ValueError(f"cannot place top-{top_k} of {experts} experts on {units} ranks; allowed: top-k 1 to {experts}")
+        raise ValueError(f"cannot place top-{top_k} of {experts} experts on {units} ranks; top-k may be 1 to {experts}")
     grouped = topk_group < n_group and (units % n_group == 0 or n_group % units == 0)
     if not grouped:
         return _uniform(experts, top_k, units)

@@ -134,7 +134,9 @@ def colocated_copies(merge: str, ranks: int, nodes: int, top_k: int, on_ranks: f
     neighbours = (ranks / nodes - 1.0) / ranks
     if merge == "none":
         return Copies(nic=top_k * remote, nvlink=top_k * neighbours)
-    if merge == "rank" or nodes == 1:
+    if nodes == 1:
+        return Copies(nic=0.0, nvlink=min(on_ranks, top_k * neighbours))
+    if merge == "rank":
         return Copies(nic=on_ranks * remote, nvlink=on_ranks * neighbours)
     return Copies(nic=on_nodes * remote, nvlink=on_ranks)
 

@@ -80,6 +80,8 @@ def fit_profile(base: Calibration) -> dict[str, float]:
             step = np.zeros(3)
             step[column] = 1e-6 * inverse[column]
             slopes[:, column] = (_errors(base, names, inverse + step) - error) / step[column]
+        if np.linalg.matrix_rank(slopes) < 3:  # some time does not depend on its efficiency: nothing to solve for
+            break
         inverse = inverse - np.linalg.solve(slopes, error)
     if not (np.all(inverse >= 1.0) and np.allclose(_errors(base, names, inverse), 0.0, atol=1e-9)):
         raise ValueError(f"calibration {base.name}: no efficiencies up to 1 reproduce the profile, got {1.0 / inverse}")
