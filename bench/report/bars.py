@@ -77,7 +77,7 @@ def speedup_figure(results: Results) -> Figure:
             )
         axes.axvline(1.0, color="#444444", linewidth=1.0, linestyle=(0, (4, 3)), zorder=3)
         axes.set_xlim(0, max(best, 1.0) * 1.16)
-        axes.set_xlabel(f"speed-up over {REFERENCE} (step time ÷ own, same view)")
+        axes.set_xlabel(f"speed-up over {REFERENCE} (its step time ÷ own, same view)")
     headline(figure, "Speed-up by system", facts(results).subtitle)
     footer(figure, _foot(results))
     return figure

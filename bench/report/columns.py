@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.report.facts import Results, calibration_name, finite, row_label
+from bench.report.facts import Results, calibration_name, finite, notes, row_label
 
 Row = Mapping[str, Any]
 DASH = "–"
@@ -47,9 +47,9 @@ def units(results: Results, rows: Sequence[Row]) -> Units:
     static = any(all(part in str(note) for part in MEMORY_NOTE) for note in results.get("notes") or ())
     memory = "static memory" if static else "peak memory"
     if shortest >= 1.0:
-        return Units("s", 1.0, 3 if shortest < 100 else 1, memory)
+        return Units("s", 1.0, 3, memory)
     if shortest >= 1e-3:
-        return Units("ms", 1e3, 1 if shortest >= 0.01 else 3, memory)
+        return Units("ms", 1e3, 2 if shortest >= 0.01 else 3, memory)
     return Units("µs", 1e6, 1, memory)
 
 
@@ -94,7 +94,7 @@ def seconds(heading: str, path: str) -> Column:
 
 
 def percent(heading: str, path: str) -> Column:
-    return Column(heading, _number(path, lambda value, _: f"{100 * value:.1f} %"))
+    return Column(heading, _number(path, lambda value, _: f"{100 * value:,.{0 if abs(value) >= 10 else 1}f} %"))
 
 
 def ratio(heading: str, path: str) -> Column:
@@ -205,6 +205,8 @@ STAR = "* includes waiting for a peer: when the peer was ready is not known here
 LEGEND = (
     "step = compute + exposed + bubble (means over GPUs); overlapped communication runs inside compute;"
     " wait (for a peer) is part of the bubble; stall = exposed + bubble",
+    "MFU = model FLOPs (causal attention counted half) ÷ peak of the whole cluster;"
+    " tokens/s per GPU likewise counts every GPU, idle ones too",
     "removed by DisagMoE = 1 − DisagMoE's time ÷ this system's time, same view;"
     " exposed comm there counts dispatch, combine and P2P",
 )
@@ -232,7 +234,7 @@ VALUES = (
 
 def csv_header() -> list[str]:
     """Names of the CSV columns."""
-    return [*CONTEXT, *(path.replace(".", "_") for path in VALUES), "plan"]
+    return [*CONTEXT, *(path.replace(".", "_") for path in VALUES), "plan", "notes"]
 
 
 def records(results: Results) -> list[dict[str, str | int | float | None]]:
@@ -242,10 +244,12 @@ def records(results: Results) -> list[dict[str, str | int | float | None]]:
         *(run["id"], run["config_id"], results["backend"], results["model"]["name"], workload["seq"]),
         *(workload["global_batch"], depth["used"], depth["of"], results["cluster"]["name"], calibration_name(results)),
     )
+    said = " | ".join(notes(results)) or None
     flat = []
     for row in results["rows"]:
         values = [_scalar(dig(row, path)) for path in VALUES]
-        flat.append(dict(zip(csv_header(), (*context, *values, plan_text(row) or None), strict=True)))
+        ends = (plan_text(row) or None, said)
+        flat.append(dict(zip(csv_header(), (*context, *values, *ends), strict=True)))
     return flat
 
 

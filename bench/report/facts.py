@@ -95,14 +95,19 @@ def facts(results: Results) -> Facts:
     )
 
 
+def _device(cluster: Mapping[str, Any]) -> str:
+    """ "H800" for a device with a number, "laptop devices" for one without."""
+    name = str(cluster.get("device") or "GPU")
+    return name.upper() if any(letter.isdigit() for letter in name) else f"{name} devices"
+
+
 def cluster_text(cluster: Mapping[str, Any]) -> str:
     """Hardware of a cluster in words, as far as the record describes it."""
     parts = []
     for group in cluster.get("groups") or ():
-        parts.append(
-            f"{group['count']} nodes × {group['gpus']} {str(cluster.get('device', 'gpu')).upper()}"
-            f" with {group['nics']} × {group['nic_gbit']:g} Gbit/s NICs each"
-        )
+        nodes = f"{group['count']} node{'' if group['count'] == 1 else 's'}"
+        nics = f"{group['nics']} × {group['nic_gbit']:g} Gbit/s NIC{'' if group['nics'] == 1 else 's'}"
+        parts.append(f"{nodes} × {group['gpus']} {_device(cluster)} with {nics} each")
     if finite(cluster.get("nvlink_gbs")) is not None:
         parts.append(f"NVLink {cluster['nvlink_gbs']:g} GB/s each way")
     if (finite(cluster.get("spine_oversubscription")) or 1.0) != 1.0:
@@ -121,7 +126,8 @@ def model_text(results: Results) -> str:
     for key, word in (("parameters_total", "total"), ("parameters_active", "active")):
         count = finite(model.get(key))
         if count is not None:
-            parts.append(f"{count / 1e9:,.1f} B parameters {word}")
+            size = f"{count / 1e9:,.1f} B" if count >= 1e8 else f"{count / 1e6:,.2f} M"
+            parts.append(f"{size} parameters {word}")
     return ", ".join(parts)
 
 

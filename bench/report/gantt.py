@@ -58,6 +58,7 @@ NUMBER_PT = 6.4
 OP_PT = 15.0
 """Width that a typical operation should have in the excerpt, in points: two digits fit."""
 LEGEND_COLUMNS = 6
+THIN_PT = 2.0
 IDLE, LANE_BACK = "#F1F1F1", "#FAFAFA"
 
 
@@ -145,9 +146,11 @@ def _draw_excerpt(
     above, below = shapes.top + pad, shapes.top + shapes.height - pad
     outline = ((left, above), (right, above), (right, below), (left, below))
     corners = np.stack([np.stack(corner, axis=1) for corner in outline], axis=1)
-    palette = np.array([to_rgb(entry.colour) for entry in CLASSES])
+    faces = np.array([to_rgb(entry.colour) for entry in CLASSES])[codes[shapes.row]]
+    points = (WIDTH - LEFT - RIGHT) * 72 / ((span.end_s - span.start_s) * 1e3)
+    edges = np.where(((right - left) * points < THIN_PT)[:, None], faces, 1.0)  # a white edge would hide a thin box
     axes.add_collection(
-        PolyCollection(list(corners), facecolors=palette[codes[shapes.row]], edgecolors="white", linewidths=0.25),
+        PolyCollection(list(corners), facecolors=faces, edgecolors=edges, linewidths=0.3),
         autolim=False,
     )
     _draw_numbers(axes, timeline, shapes, codes, span)

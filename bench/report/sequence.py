@@ -41,11 +41,14 @@ Record = Mapping[str, Any]
 NEEDED = (
     *("backend", "cluster", "calibration", "model", "depth_used", "depth_of", "seq", "global_batch"),
     *("view", "system", "variant", "implementation", "status"),
-    *("speedup", "exposed_comm_s", "stall_s"),
+    *("speedup", "exposed_comm_s", "stall_s", "notes"),
 )
 """Columns read from the frame: names as in table.csv."""
 
 PANEL_W, PANEL_H, LEFT, GAP_X, GAP_Y, TOP, FOOT = 5.6, 2.6, 0.8, 0.75, 0.85, 1.35, 0.75
+MAX_NOTES = 4
+UPRIGHT_PT = 26.0
+"""Bars narrower than this have their value on its side."""
 SHORT_STATUS = {"oom": "OOM", "not_applicable": "n/a", "failed": "failed"}
 
 
@@ -100,7 +103,7 @@ def by_sequence(results_dir: Path, frame: pd.DataFrame) -> list[Path]:
             for metric in METRICS:
                 stem = re.sub(r"[^A-Za-z0-9._-]+", "-", "_".join(("by_sequence", metric.name, *key)))
                 pair = [results_dir / f"{stem}.{suffix}" for suffix in ("png", "svg")]
-                save(_figure(metric, panels, groups[key], key, superseded), *pair)
+                save(draw_metric(metric, panels, groups[key], key, superseded), *pair)
                 paths += pair
     return paths
 
@@ -136,7 +139,7 @@ def _span(values: Sequence[float]) -> str:
     return low if low == high else f"{low}–{high}"
 
 
-def _figure(
+def draw_metric(
     metric: Metric, panels: Sequence[Panel], rows: Sequence[Record], key: tuple[str, str, str], superseded: int
 ) -> Figure:
     """Rows of panels are models, columns are views."""
@@ -147,7 +150,9 @@ def _figure(
     columns = min(len(pairs), max(1, int(width / 1.9)))
     key_rows = -(-len(pairs) // columns)
     top = TOP + 0.22 * (key_rows - 1)
-    figure = canvas(width, top + len(panels) * PANEL_H + (len(panels) - 1) * GAP_Y + FOOT)
+    lines = _foot(rows, superseded)
+    foot = FOOT + 0.14 * (len(lines) - 1)
+    figure = canvas(width, top + len(panels) * PANEL_H + (len(panels) - 1) * GAP_Y + foot)
     for line, panel in enumerate(panels):
         bottom = figure.get_figheight() - top - (line + 1) * PANEL_H - line * GAP_Y
         highest = _highest(metric, panel)
@@ -161,9 +166,19 @@ def _figure(
     how = f"{ORIGIN[backend]} on {cluster} (calibration {calibration}); systems compare within one view"
     headline(figure, metric.title, how)
     legend_below_headline(figure, _handles(pairs, colours, marks), columns)
-    note = f"{superseded} earlier values of the same points are not shown. " if superseded else ""
-    footer(figure, note + "OOM: out of memory, n/a: not applicable, no mark: not run.")
+    footer(figure, "\n".join(lines))
     return figure
+
+
+def _foot(rows: Sequence[Record], superseded: int) -> list[str]:
+    """What the marks mean, and the notes that the runs carry."""
+    first = "OOM: out of memory, n/a: not applicable, no mark: not run"
+    if superseded:
+        first += f"; {superseded} earlier values of the same points are not shown"
+    said = dict.fromkeys(note for row in rows if row["notes"] for note in str(row["notes"]).split(" | "))
+    shown = list(said)[:MAX_NOTES]
+    more = [f"and {len(said) - MAX_NOTES} more notes in the tables of the runs"] if len(said) > MAX_NOTES else []
+    return [first, *shown, *more]
 
 
 def _highest(metric: Metric, panel: Panel) -> float:
@@ -183,8 +198,9 @@ def _bars(
 ) -> None:
     """Grouped bars: a group per sequence length, a bar per system, its value on top."""
     lengths = panel.lengths
-    width = 0.84 / len(pairs)
-    font = min(8.0, 0.62 * width * PANEL_W / len(lengths) * 72)
+    width = min(0.84 / len(pairs), 0.2)
+    bar_pt = width * PANEL_W / len(lengths) * 72
+    font = min(8.0, 0.62 * bar_pt)
     for group, seq in enumerate(lengths):
         for index, (system, label) in enumerate(pairs):
             row = panel.cells.get((view, label, seq))
@@ -203,7 +219,7 @@ def _bars(
                 (x, value),
                 (0, 2.5),
                 textcoords="offset points",
-                rotation=90,
+                rotation=0 if bar_pt > UPRIGHT_PT else 90,
                 ha="center",
                 va="bottom",
                 fontsize=max(font, 5.0),

@@ -61,8 +61,10 @@ def sections(rows: Sequence[Row], unit: Units) -> Iterator[Section]:
     steps = [step for step in (finite(row.get("step_time_s")) for row in ran) if step is not None]
     fastest = min(steps, default=None)
     for title, columns in TABLES:
-        shown = rows if columns is SPEED else ran
-        kept = columns if columns in (SPEED, PLAN) else _filled(columns, shown, unit)
+        shown, kept = (rows if columns is SPEED else ran), columns
+        if columns not in (SPEED, PLAN):
+            kept = _filled(columns, shown, unit)
+            shown = [row for row in shown if any(column.text(row, unit) != DASH for column in kept[1:])]
         if shown and len(kept) > 1:
             yield Section(
                 title=title,

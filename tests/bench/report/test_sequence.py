@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 
 from bench.report import by_sequence, records
-from bench.report.sequence import NEEDED, make_panels
+from bench.report.sequence import METRICS, NEEDED, draw_metric, make_panels
+from bench.report.style import drawing
 
 from .sample import sample
 
@@ -63,6 +64,20 @@ def test_the_last_line_of_a_point_counts() -> None:
     (panel,), superseded = make_panels([*first, *again])
     assert superseded == len(first)
     assert panel.cells["native", "tutel", 4096]["speedup"] == 9.0
+
+
+def test_notes_of_the_runs_are_on_the_picture() -> None:
+    rows = runs(4096)
+    panels, _ = make_panels(rows)
+    for row in rows:
+        row["notes"] += " | a | b | c | d | e"
+    with drawing():
+        figure = draw_metric(METRICS[0], panels, rows, ("simulate", "h800_128", "h800"), 3)
+    text = " ".join(text.get_text() for text in figure.texts)
+    assert text.count("activation memory is not yet modelled") == 1
+    assert "and 2 more notes" in text
+    assert "3 earlier values of the same points are not shown" in text
+    assert "simulated on h800_128 (calibration h800)" in text
 
 
 def test_files_per_cluster_and_equal_bytes(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_units_in_brackets_survive_the_terminal() -> None:
 
 @pytest.mark.parametrize(
     ("scale", "unit", "text"),
-    [(1.0, "s", "10.000"), (0.01, "ms", "100.0"), (1e-4, "ms", "1.000"), (1e-6, "µs", "10.0")],
+    [(1.0, "s", "10.000"), (0.01, "ms", "100.00"), (1e-4, "ms", "1.000"), (1e-6, "µs", "10.0")],
 )
 def test_time_unit_follows_the_shortest_step(scale: float, unit: str, text: str) -> None:
     results = sample()
@@ -220,3 +220,29 @@ def test_ascii_pipe_and_comma_locale() -> None:
     assert done.returncode == 0, done.stderr.decode()
     assert b"1.60?" in done.stdout
     assert b"16.0,1.0,524288.0" in done.stdout
+
+
+def test_small_and_odd_hardware_reads_well() -> None:
+    results = sample()
+    results["cluster"].update(
+        name="laptop", device="laptop", groups=[{"count": 1, "gpus": 8, "nics": 1, "nic_gbit": 64.0}]
+    )
+    results["model"].update(parameters_total=1234567, parameters_active=None)
+    results["workload"].update(skew=1.5, stragglers=[[3, 1.2]])
+    flat = " ".join(printed(results).split())
+    assert "1 node × 8 laptop devices with 1 × 64 Gbit/s NIC each" in flat
+    assert "1.23 M parameters total" in flat
+    assert "parameters active" not in flat
+    assert "routing skew 1.5 (max/mean expert load), stragglers worker 3 × 1.2" in flat
+
+
+def test_large_negative_reductions_stay_short() -> None:
+    results = sample()
+    row_of(results, "tutel").update(exposed_comm_reduction=-12.585, stall_reduction=-0.374)
+    assert md_row(markdown(results), "Where the step goes", "tutel")[-2:] == ["-1,258 %", "-37.4 %"]
+
+
+def test_only_disaggregated_systems_stand_in_the_pool_table() -> None:
+    pools = markdown(sample()).split("### Attention (A)")[1].split("###")[0]
+    assert "| disagmoe " in pools
+    assert "tutel" not in pools
