@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +36,9 @@ from bench.run import Call, execute
 
 CONF = ROOT / "conf"
 USER_ERROR, FAULT, INTERRUPTED = 2, 1, 130
+
+# conf/hydra/launcher holds our values for launchers whose plugins bring a schema of the same name: both are meant.
+warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated against ConfigStore schema")
 
 for _group in ("cluster", "calibration"):  # conf/model/hf.yaml is the same for models
     ConfigStore.instance().store(group=_group, name=FROM_FILE, node={"path": "???"}, provider="bench")
@@ -71,10 +75,8 @@ def _run_hydra(arguments: Sequence[str], spool: str) -> tuple[int, str] | None:
         sys.argv = ["bench", *rewrite(arguments), *directories]
         os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us instead of being printed
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         return USER_ERROR, explain(error, CONF)
-    except ValueError as error:
-        return USER_ERROR, " ".join(str(error).split())
     except KeyboardInterrupt:
         return INTERRUPTED, "interrupted"
     except Exception as error:
@@ -93,7 +95,7 @@ def job(values: DictConfig) -> None:
     hydra_config = HydraConfig.get()
     sweep = hydra_config.mode == RunMode.MULTIRUN
     number = int(hydra_config.job.num) if sweep else 0
-    overrides = [str(item) for item in hydra_config.overrides.task]
+    overrides = cast(list[str], OmegaConf.to_container(hydra_config.overrides.task, resolve=False))
     status, reason = _attempt(values, hydra_config, overrides, sweep)
     path = Path(hydra_config.runtime.output_dir) / f"job-{number}.json"
     path.write_text(json.dumps(asdict(JobReport(number, overrides, status, reason))), encoding="utf-8")
@@ -114,7 +116,7 @@ def _attempt(values: DictConfig, hydra_config: Any, overrides: Sequence[str], sw
     except (ValueError, OSError, OmegaConfBaseException) as error:
         if values.get("debug") is True:
             traceback.print_exc()
-        return "refused", " ".join(str(error).split())
+        return "refused", explain(error, CONF)
     except LockTimeout as error:
         return "failed", str(error)
     except Exception as error:

@@ -50,6 +50,7 @@ SETTINGS = (
     *("backend", "impl", "artifacts", "results_dir", "force", "debug", "tag"),
 )
 """The top-level keys of a configuration."""
+_REQUIRED = frozenset(SETTINGS) - {"calibration"}
 
 Options = Mapping[str, Any]
 
@@ -58,7 +59,8 @@ Options = Mapping[str, Any]
 class RunConfig:
     """One resolved run.
 
-    `calibration` is a shipped name or a path. `systems` are registry names in
+    `full_layers` is the depth of the uncut model. `calibration` is a shipped name
+    or a path. `systems` are registry names in
     the order of the tables, the reference first; `system_options` holds the
     options set for some of them. `ep` None lets the planners choose, `merge` None
     merges copies as each transport does. `budget` is the number of plans timed
@@ -67,6 +69,7 @@ class RunConfig:
     """
 
     model: ModelSpec
+    full_layers: int
     cluster: ClusterSpec
     workload: Workload
     calibration: str
@@ -96,10 +99,8 @@ def resolve(values: Options, choices: Mapping[str, str | None], *, sweep: bool =
     calibration. `sweep` says that this is one job of several, which keeps only
     tables unless told otherwise. Raises ValueError.
     """
-    unknown = sorted(set(values) - set(SETTINGS))
-    if unknown:
-        raise ValueError(f"no setting {unknown[0]!r}; settings: {', '.join(SETTINGS)}")
-    model, model_file = _model(values["model"], choices["model"])
+    _check_settings(values)
+    model, full_layers, model_file = _model(values["model"], choices["model"])
     cluster, cluster_file = _cluster(values["cluster"], choices["cluster"])
     calibration, calibration_file = _calibration(values.get("calibration"), choices.get("calibration"), cluster)
     workload = _workload(values)
@@ -110,6 +111,7 @@ def resolve(values: Options, choices: Mapping[str, str | None], *, sweep: bool =
     warning = context_warning(model, workload.seq)
     return RunConfig(
         model=model,
+        full_layers=full_layers,
         cluster=cluster,
         workload=workload,
         calibration=calibration,
@@ -131,6 +133,12 @@ def resolve(values: Options, choices: Mapping[str, str | None], *, sweep: bool =
         results_dir=Path(read.as_str(values["results_dir"], "results_dir")),
         warnings=(warning,) if warning else (),
     )
+
+
+def _check_settings(values: Options) -> None:
+    for wrong, what in ((set(values) - set(SETTINGS), "no setting"), (_REQUIRED - set(values), "no value for")):
+        if wrong:
+            raise ValueError(f"{what} {sorted(wrong)[0]!r}; settings: {', '.join(SETTINGS)}")
 
 
 def _one_of(key: str, value: object, allowed: Sequence[str], when: str = "") -> str:
@@ -158,17 +166,21 @@ def _path(group: str, mapping: Options) -> Path:
     return Path(value).expanduser()
 
 
-def _model(mapping: Options, choice: str | None) -> tuple[ModelSpec, Path | None]:
+def _model(mapping: Options, choice: str | None) -> tuple[ModelSpec, int, Path | None]:
+    """The model, its layers before `model.layers=` cut it, and its file."""
     if choice == MODEL_FROM_FILE:
         path = _path("model", mapping)
-        return load_model(str(path)), path / "config.json" if path.is_dir() else path
+        model = load_model(str(path))
+        return model, model.layers, path / "config.json" if path.is_dir() else path
     path_of = read.shipped("model")
     given = {"name": choice, **mapping}
-    if choice in path_of and isinstance(given.get("layers"), int):
-        full = load_model(choice)
-        if 0 < given["layers"] < full.layers:  # fewer layers: cut the model, with its dense and windowed layers
-            return model_from_mapping({**given, "layers": full.layers}).with_layers(given["layers"]), path_of[choice]
-    return model_from_mapping(given), path_of.get(choice or "")
+    layers = given.get("layers")
+    if choice in path_of and isinstance(layers, int):
+        full = load_model(choice).layers
+        if 0 < layers < full:  # the first layers of the whole model, with those of them that are dense or windowed
+            return model_from_mapping({**given, "layers": full}).with_layers(layers), full, path_of[choice]
+    model = model_from_mapping(given)
+    return model, model.layers, path_of.get(choice or "")
 
 
 def _cluster(mapping: Options, choice: str | None) -> tuple[ClusterSpec, Path | None]:

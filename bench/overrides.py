@@ -78,10 +78,12 @@ def _quoted(value: str) -> str:
 
 
 def explain(error: Exception, conf: Path) -> str:
-    """An error of Hydra or OmegaConf as one line that says what is allowed."""
+    """An error as one line; those of Hydra and OmegaConf in our words, with what is allowed."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _missing_option(error.missing_cfg_file, error.options or ())
     if isinstance(error, OverrideParseException):
+        if "=" not in error.override:
+            return f"{error.override!r} is not of the form setting=value; settings: {', '.join(settings(conf))}"
         reason = str(error).splitlines()[0]
         return f"cannot read {error.override!r}: {reason} (put a value with special characters in quotes: key='a=b')"
     text = " ".join(str(error).split())

@@ -58,7 +58,7 @@ def assemble(config: RunConfig, identity: Identity, command: Sequence[str], eval
         "workload": config.workload,
         "backend": config.backend,
         "calibration": Path(config.calibration).stem,
-        "depth": {"used": config.model.layers, "of": config.model.layers},
+        "depth": {"used": config.model.layers, "of": config.full_layers},
         "notes": evaluation.notes,
         "views": evaluation.views,
         "rows": evaluation.rows,

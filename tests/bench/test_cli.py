@@ -60,6 +60,9 @@ def runs(tmp_path: Path) -> list[str]:
         (["seq="], ["seq=''"]),
         (["sqe=8192"], ["'sqe'", "did you mean seq?"]),
         (["+foo=1"], ["'foo'", "seq"]),
+        (["~seq"], ["no value for 'seq'"]),
+        (["qwen3"], ["'qwen3'", "setting=value"]),
+        (["ep=${nope}"], ["nope"]),
         (["model.sqe=1"], ["model.sqe"]),
         (["systems=foo"], ["foo", "disagmoe"]),
         (["systems=a,b"], ["systems=[a,b]", "-m"]),
@@ -198,6 +201,7 @@ def test_joblib_runs_the_jobs_and_survives_a_failing_one(tmp_path: Path) -> None
     assert "4 jobs: 3 done, 0 already there, 1 failed" in done.stdout
     assert "job 1 " in done.stderr
     assert "seq=0" in done.stderr
+    assert "Warning" not in done.stderr
 
 
 @pytest.mark.slow

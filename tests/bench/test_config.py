@@ -11,6 +11,7 @@ import yaml
 from baselines.registry import system_names
 from bench.config import SETTINGS, resolve
 from bench.overrides import settings
+from disagmoe.specs import fields as read
 from tests.bench.helpers import CHOICES, CONF, config, group, values
 
 
@@ -68,6 +69,7 @@ def test_a_model_can_be_cut_in_depth_with_its_special_layers() -> None:
     mapping = {**group("model", "gpt_oss"), "layers": 7}
     run = resolve(values(model=mapping), {**CHOICES, "model": "gpt_oss"})
     assert run.model.layers == 7
+    assert run.full_layers == 36
     assert run.model.windowed_layers == (0, 2, 4, 6)
 
 
@@ -136,6 +138,8 @@ def test_refusals_are_one_line_that_says_what_is_allowed(changes: dict[str, Any]
 def test_unknown_settings_and_changed_calibration_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="no setting 'foo'"):
         resolve({**values(), "foo": 1}, CHOICES)
+    with pytest.raises(ValueError, match="no value for 'seq'"):
+        resolve({key: value for key, value in values().items() if key != "seq"}, CHOICES)
     changed = {**group("calibration", "h800"), "device": "h100"}
     with pytest.raises(ValueError, match="calibration=<path>"):
         resolve(values(calibration=changed), {**CHOICES, "calibration": "h800"})
@@ -145,3 +149,12 @@ def test_unknown_settings_and_changed_calibration_numbers_are_refused() -> None:
 def test_a_path_must_be_given_where_one_is_meant() -> None:
     with pytest.raises(ValueError, match="model=<path>"):
         resolve(values(model={"path": "???"}), {**CHOICES, "model": "hf"})
+
+
+def test_a_preset_of_a_system_stands_under_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preset = tmp_path / "tutel.yaml"
+    preset.write_text("degree: 4\npp: 2\n")
+    shipped = read.shipped
+    monkeypatch.setattr(read, "shipped", lambda name: {"tutel": preset} if name == "system" else shipped(name))
+    assert config().system_options == {"tutel": {"degree": 4, "pp": 2}}
+    assert config(system={"tutel": {"degree": 8}}).system_options == {"tutel": {"degree": 8, "pp": 2}}
