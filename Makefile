@@ -8,8 +8,8 @@ MAKEFLAGS += --no-print-directory
 VENV := .venv
 PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --disable-pip-version-check --constraint constraints.txt
-# torch without CUDA is a tenth of the size and all that the tests need.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# torch without CUDA is a tenth of the size and all that the tests need: TORCH_INDEX may name an index that has it.
+TORCH_INDEX ?=
 # pip names each package it fetches, on one growing line; its errors go to stderr, its warnings nowhere.
 NAMES := 2> >(grep -v '^WARNING' >&2) | awk '/^Collecting/ {printf " %s", $$2; fflush()} END {print ""}'
 WORKERS ?= 2
@@ -24,7 +24,7 @@ COMMON = $(call override_of,CLUSTER,cluster) $(if $(strip $(SYSTEMS)),'systems=[
 	$(call override_of,TRANSPORT,transport) $(call override_of,CALIBRATION,calibration) \
 	$(call override_of,BACKEND,backend) $(call override_of,IMPL,impl) $(ARGS)
 
-.PHONY: help bench sweep collect test test-slow lint microbench clean
+.PHONY: help bench sweep example collect test test-slow lint microbench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -41,6 +41,9 @@ sweep: $(VENV)/.core ## three models at four sequence lengths (tables only), the
 		'seq=$(or $(strip $(SEQ)),$(SWEEP_SEQS))' artifacts=tables $(COMMON) || status=$$?; \
 	$(PY) -m bench.collect || status=$$?; \
 	exit $$status
+
+example: $(VENV)/.core ## results/example/ and the README's headline table, from a sweep and a run (make sweep bench)
+	@$(PY) -m bench.example
 
 collect: $(VENV)/.core ## results/summary.{md,csv} and the by-sequence figures from all runs
 	@$(PY) -m bench.collect
@@ -81,7 +84,6 @@ $(VENV)/.core: pyproject.toml constraints.txt | $(PY)
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.core
 	@printf 'Installing torch (CPU) and the development tools (about 250 MB to fetch, once):'
-	@$(INSTALL) --no-deps --retries 1 --index-url $(TORCH_INDEX) 'torch>=2.6' >/dev/null 2>&1 \
-		|| echo "  torch's CPU index cannot be reached: taking torch from the default index"
+	@$(if $(strip $(TORCH_INDEX)),$(INSTALL) --no-deps --index-url '$(TORCH_INDEX)' 'torch>=2.6' | $(NAMES))
 	@$(INSTALL) --editable '.[launchers,dev]' $(NAMES)
 	@touch $@

@@ -24,6 +24,8 @@ from bench.results import Results, load
 
 SECTION = ["backend", "cluster", "calibration", "model", "depth_used", "view"]
 """What rows must share to stand in one table."""
+EXAMPLE = "example"
+"""The committed example among the results; its files come from runs beside it."""
 ORDER = [*SECTION[:-1], "seq", "global_batch"]
 DETAIL = (
     ("step [s]", "step_time_s", "{:.4g}"),
@@ -45,7 +47,9 @@ def newest_runs(results_dir: Path) -> tuple[list[Results], list[str]]:
     """The newest run of every configuration, oldest first, and a line for each directory that holds none."""
     newest: dict[str, Results] = {}
     broken = []
-    for directory in sorted(path for path in results_dir.iterdir() if path.is_dir() and path.name[0] != "."):
+    for directory in sorted(results_dir.iterdir()):
+        if not directory.is_dir() or directory.name[0] == "." or directory.name == EXAMPLE:
+            continue
         try:
             results = load(directory)
         except ValueError as error:
