@@ -42,7 +42,7 @@ class Problem:
     ep: int | None = 16
 
 
-class NotApplicable(Exception):  # noqa: N818 - a result of planning, not an error
+class NotApplicable(Exception):
     """A system cannot run this problem; the message is the reason shown in the table."""
 
 
