@@ -206,5 +206,3 @@ def _foot(results: Results) -> str:
 
 def _shorten(text: str, limit: int = 170) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
-
-

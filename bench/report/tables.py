@@ -110,7 +110,6 @@ def legend(rows: Sequence[Row]) -> list[str]:
     return [*LEGEND, STAR] if starred else list(LEGEND)
 
 
-
 def paper_headings(results: Results) -> tuple[str, ...]:
     """Headings of the paper comparison; they say how either side came about."""
     return "claim", "paper, measured", f"ours, {facts(results).origin}", "verdict", "note"
