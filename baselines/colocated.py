@@ -18,7 +18,7 @@ from disagmoe.plan.colocated import colocated_program
 from disagmoe.plan.plan import Batch, Layout, Placement, Worker
 from disagmoe.plan.pricing import LayoutCosts
 from disagmoe.plan.program import Program
-from disagmoe.plan.split import split_layers
+from disagmoe.plan.split import interleaved_ranks, split_layers
 from disagmoe.system import Candidate, NotApplicable, Problem
 
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -119,30 +119,31 @@ def colocated_layout(
             },
         )
 
+    ranks = interleaved_ranks(p, v)
     try:
-        even = layout(split_layers(model.layers, p, v))
+        even = layout(split_layers([1.0] * model.layers, ranks))
     except ValueError as reason:
         raise NotApplicable(str(reason)) from reason
-    head, embed = end_loads(even, problem.costs)
-    return layout(split_layers(model.layers, p, v, head_load=head, embed_load=embed))
+    loads, head, embed = loads_s(even, problem.costs)
+    return layout(split_layers(loads, ranks, head_load=head, embed_load=embed))
 
 
-def end_loads(layout: Layout, costs: CostModel) -> tuple[float, float]:
-    """Time of the output head and of the embedding, in units of a mean layer's."""
+def loads_s(layout: Layout, costs: CostModel) -> tuple[list[float], float, float]:
+    """Seconds of one micro-batch on a rank: of every layer, of the output head and of the embedding."""
     prices = LayoutCosts(layout, costs)
-    model = costs.model
 
     def seconds(kind: Kind, layer: int = -1) -> float:
         return sum(prices.op(kind, phase, layer).seconds for phase in (Phase.F, Phase.B))
 
-    layer_s = 0.0
-    for layer in range(model.layers):
-        layer_s += seconds(Kind.ATTN, layer) + layout.chunks * seconds(Kind.FFN, layer)
-        # With chunks part of the exchange hides behind the experts; half is a fair weight for balancing.
-        exposed = 1.0 if layout.chunks == 1 else 0.5 * layout.chunks
-        layer_s += exposed * (seconds(Kind.DISPATCH, layer) + seconds(Kind.COMBINE, layer))
-    mean = layer_s / model.layers
-    return seconds(Kind.HEAD) / mean, seconds(Kind.EMBED) / mean
+    chunks = layout.chunks
+    # With chunks part of the exchange hides behind the experts; half of it is a fair weight for balancing.
+    exposed = 1.0 if chunks == 1 else 0.5 * chunks
+    layers = []
+    for layer in range(costs.model.layers):
+        exchange = seconds(Kind.DISPATCH, layer) + seconds(Kind.COMBINE, layer)
+        experts = seconds(Kind.FFN, layer) * (chunks if costs.model.is_moe(layer) else 1)
+        layers.append(seconds(Kind.ATTN, layer) + experts + exposed * exchange)
+    return layers, seconds(Kind.HEAD), seconds(Kind.EMBED)
 
 
 def stages_of(layout: Layout) -> tuple[tuple[int, ...], ...]:
