@@ -73,15 +73,18 @@ def colocated_layout(
     variant: str = "",
     chunks: int = 1,
     capacity_padded: bool = False,
+    overlap: bool = False,
 ) -> Layout:
-    """Place a candidate: one worker per pipeline rank, layers dealt to its virtual stages."""
+    """Place a candidate: one worker per pipeline rank, layers dealt to its virtual stages.
+
+    With `overlap` the exchange of one micro-batch hides behind the compute of another.
+    """
     p, v, b = int(candidate["pp"]), int(candidate["virtual"]), int(candidate["micro_batch"])
-    cluster, model = problem.cluster, problem.model
-    data_ranks = cluster.gpus // p
+    model = problem.model
+    workers = pipeline_workers(problem, p)
+    data_ranks = workers[0].gpus
     batch = Batch(ceil(problem.workload.global_batch / (b * data_ranks)), b, data_ranks)
     ep = int(candidate["ep"])
-    nodes = max(1, -(-data_ranks // cluster.gpus_per_node))
-    worker = Worker("P", "AF", data_ranks, nodes, cluster.nic_gbs_per_gpu())
 
     def layout(stages: tuple[tuple[int, ...], ...]) -> Layout:
         owner = [0] * model.layers
@@ -89,7 +92,7 @@ def colocated_layout(
             for layer in layers:
                 owner[layer] = stage % p
         placement = Placement(
-            workers=tuple(Worker(f"P{r}", "AF", worker.gpus, worker.nodes, worker.nic_gbs) for r in range(p)),
+            workers=workers,
             attn=tuple(owner),
             ffn=tuple(owner),
             embed=0,
@@ -106,7 +109,7 @@ def colocated_layout(
             merge=problem.merge,
             chunks=chunks,
             capacity_padded=capacity_padded,
-            serial_exchange=chunks == 1,
+            serial_exchange=chunks == 1 and not overlap,
             options={"pp": p, "virtual": v, "group": group, "stages": ",".join(str(len(s)) for s in stages)},
             details={
                 "pp": p,
@@ -124,12 +127,24 @@ def colocated_layout(
         even = layout(split_layers([1.0] * model.layers, ranks))
     except ValueError as reason:
         raise NotApplicable(str(reason)) from reason
-    loads, head, embed = loads_s(even, problem.costs)
+    loads, head, embed = loads_s(even, problem.costs, overlap=overlap)
     return layout(split_layers(loads, ranks, head_load=head, embed_load=embed))
 
 
-def loads_s(layout: Layout, costs: CostModel) -> tuple[list[float], float, float]:
-    """Seconds of one micro-batch on a rank: of every layer, of the output head and of the embedding."""
+def pipeline_workers(problem: Problem, p: int) -> tuple[Worker, ...]:
+    """One worker per pipeline rank, each with its share of the GPUs."""
+    cluster = problem.cluster
+    data_ranks = cluster.gpus // p
+    nodes = max(1, -(-data_ranks // cluster.gpus_per_node))
+    return tuple(Worker(f"P{r}", "AF", data_ranks, nodes, cluster.nic_gbs_per_gpu()) for r in range(p))
+
+
+def loads_s(layout: Layout, costs: CostModel, *, overlap: bool = False) -> tuple[list[float], float, float]:
+    """Seconds of one micro-batch on a rank: of every layer, of the output head and of the embedding.
+
+    A layer takes the longer of its compute and its exchange where one micro-batch
+    overlaps another, else their sum.
+    """
     prices = LayoutCosts(layout, costs)
 
     def seconds(kind: Kind, layer: int = -1) -> float:
@@ -142,7 +157,8 @@ def loads_s(layout: Layout, costs: CostModel) -> tuple[list[float], float, float
     for layer in range(costs.model.layers):
         exchange = seconds(Kind.DISPATCH, layer) + seconds(Kind.COMBINE, layer)
         experts = seconds(Kind.FFN, layer) * (chunks if costs.model.is_moe(layer) else 1)
-        layers.append(seconds(Kind.ATTN, layer) + experts + exposed * exchange)
+        compute = seconds(Kind.ATTN, layer) + experts
+        layers.append(max(compute, exchange) if overlap else compute + exposed * exchange)
     return layers, seconds(Kind.HEAD), seconds(Kind.EMBED)
 
 

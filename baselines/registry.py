@@ -15,7 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from importlib.metadata import entry_points
 
+from baselines.dualpipe import DualPipe, DualPipeV
 from baselines.megatron import Megatron1F1B
+from baselines.megatron_overlap import Megatron1F1BOverlap
 from baselines.tutel import Tutel
 from disagmoe.system import System
 from disagmoe.systems import DisagMoE
@@ -26,7 +28,10 @@ REFERENCE = "megatron_1f1b"
 
 SHIPPED: Mapping[str, Callable[..., System]] = {
     "megatron_1f1b": Megatron1F1B,
+    "megatron_1f1b_overlap": Megatron1F1BOverlap,
     "tutel": Tutel,
+    "dualpipe": DualPipe,
+    "dualpipe_v": DualPipeV,
     "disagmoe": DisagMoE,
 }
 

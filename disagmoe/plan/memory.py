@@ -74,16 +74,16 @@ def holdings(layout: Layout, model: ModelSpec) -> tuple[Holding, ...]:
         dense = 0.0
         expert = 0.0
         for layer in range(model.layers):
-            if placement.attn[layer] == index:
+            if index in placement.holders(placement.attn[layer]):
                 dense += attention_params(model, layer)
-            if placement.ffn[layer] == index:
+            if index in placement.holders(placement.ffn[layer]):
                 dense += ffn_shared_params(model, layer)
                 expert += experts * per_expert if model.is_moe(layer) else 0.0
-        if placement.embed == index:
+        if index in placement.holders(placement.embed):
             dense += embedding_params(model)
-        if placement.head == index:
-            dense += head_params(model)
-        ranks = worker.gpus * placement.replicas
+        if any(index in placement.holders(head) for head in placement.heads):
+            dense += head_params(model) / len(placement.heads)
+        ranks = worker.gpus * placement.copies
         out.append(Holding(dense, expert, ranks, max(1, ranks // layout.ep)))
     return tuple(out)
 

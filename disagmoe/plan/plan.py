@@ -31,14 +31,38 @@ class Worker:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which worker holds what. All tuples are indexed by layer."""
+    """Which worker holds what. All tuples are indexed by layer.
+
+    `replicas` counts copies of the whole set of workers (dp of the ring). With
+    `mirror` every worker w also holds what worker P-1-w of the P workers is listed
+    with, for the second direction of a bidirectional pipeline: everything exists
+    twice, and mirrored workers are replicas for the optimizer and the gradients.
+    `head_shards` are the workers of an output head that is spread by vocabulary
+    (1 / len of it each); () means that `head` holds it whole.
+    """
 
     workers: tuple[Worker, ...]
     attn: tuple[int, ...]
     ffn: tuple[int, ...]
     embed: int
     head: int
-    replicas: int = 1  # copies of the whole set of workers (dp of the ring)
+    replicas: int = 1
+    mirror: bool = False
+    head_shards: tuple[int, ...] = ()
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """The workers that hold an equal part of the output head each."""
+        return self.head_shards or (self.head,)
+
+    def holders(self, worker: int) -> tuple[int, ...]:
+        """The workers that hold what `worker` is listed with."""
+        return (worker, len(self.workers) - 1 - worker) if self.mirror else (worker,)
+
+    @property
+    def copies(self) -> int:
+        """How often every parameter exists, rank for rank."""
+        return self.replicas * (2 if self.mirror else 1)
 
     @property
     def disaggregated(self) -> bool:
