@@ -64,7 +64,7 @@ microbench: $(VENV)/.dev ## speed of the simulator and of plan building (pytest-
 	@$(THREADS) $(PY) -m pytest bench/micro --benchmark-only --benchmark-columns=min,median,stddev,rounds $(PYTEST_ARGS)
 
 clean: ## remove caches and build files (neither results/ nor .venv)
-	@rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks build dist *.egg-info
+	@rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks build dist *.egg-info
 	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 # The first Python of at least 3.11 on the path; PYTHON=... chooses another.

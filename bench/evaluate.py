@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from baselines.registry import REFERENCE, get_system
+from bench import plan_cache
 from bench.config import RunConfig
-from disagmoe.allocator import Tuned, tune
+from disagmoe.allocator import Tuned
 from disagmoe.cost.calibration import load_calibration
 from disagmoe.cost.flops import train_flops_per_token
 from disagmoe.cost.model import CostModel
@@ -44,7 +45,7 @@ class Outcome:
 
     layout: Layout | None
     timeline: Timeline | None
-    trials: Tuned | None = None
+    tuned: Tuned | None = None
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,12 @@ def evaluate(config: RunConfig, progress: Progress | None = None) -> Evaluation:
         start = len(rows)
         for name in _with_reference(config.systems):
             system = get_system(name, **config.system_options.get(name, {}))
-            report(f"{view}: {name}")
-            row, outcome = _run(system, _problem(config, costs, system, view), config, view, report)
-            rows.append(row)
-            outcomes.append(outcome)
+            for variant, transport in _variants(config, system, view):
+                report(f"{view}: {name} ({variant})" if variant else f"{view}: {name}")
+                row, outcome = _run(system, _problem(config, costs, transport), config, view, report)
+                row["variant"] = variant
+                rows.append(row)
+                outcomes.append(outcome)
         _compare(rows[start:])
         views[view] = _describe_view(rows[start:])
     return Evaluation(rows, outcomes, _notes(config), views)
@@ -85,8 +88,15 @@ def _with_reference(systems: tuple[str, ...]) -> tuple[str, ...]:
     return (REFERENCE, *(name for name in systems if name != REFERENCE))
 
 
-def _problem(config: RunConfig, costs: CostModel, system: System, view: str) -> Problem:
-    transport = system.native_transport if view == "native" else config.uniform_transport
+def _variants(config: RunConfig, system: System, view: str) -> tuple[tuple[str, str], ...]:
+    """(variant, transport) of every row a system has in a view; most have one row, without a name."""
+    if view != "native":
+        return (("", config.uniform_transport),)
+    named: tuple[tuple[str, str], ...] = getattr(system, "native_variants", ())
+    return named or (("", system.native_transport),)
+
+
+def _problem(config: RunConfig, costs: CostModel, transport: str) -> Problem:
     merge = config.merge or MERGE_OF_TRANSPORT[transport]
     return Problem(config.model, config.cluster, config.workload, costs, transport, merge, config.ep)
 
@@ -109,7 +119,7 @@ def _run(system: System, problem: Problem, config: RunConfig, view: str, report:
         return simulate(plan.program, price(plan.layout, plan.program, problem.costs)).step_s
 
     try:
-        tuned = tune(
+        tuned = plan_cache.tuned(
             system,
             problem,
             step,
@@ -195,7 +205,7 @@ def _gpu_weight(plan: Plan) -> Any:
 
 def _compare(rows: list[Row]) -> None:
     """Fill in speed-ups and reductions, within one view only."""
-    by_name = {row["system"]: row for row in rows if row["status"] == "ok"}
+    by_name = {row["system"]: row for row in reversed(rows) if row["status"] == "ok"}  # the first variant counts
     reference, own = by_name.get(REFERENCE), by_name.get(OWN_SYSTEM)
     for row in rows:
         if row["status"] != "ok":
@@ -219,7 +229,9 @@ def _reduction(own: float, other: float) -> float | None:
 
 def _describe_view(rows: list[Row]) -> dict[str, Any]:
     return {
-        "transports": {row["system"]: row["transport"] for row in rows},
+        "transports": {
+            f"{row['system']} ({row['variant']})" if row["variant"] else row["system"]: row["transport"] for row in rows
+        },
         "contention": {row["transport"]: row["contention"] for row in rows},
     }
 

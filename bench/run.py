@@ -98,7 +98,7 @@ def finished(directory: Path, artifacts: str) -> Results | None:
 
 def _publish(config: RunConfig, identity: Identity, call: Call, target: Path) -> Results:
     """Evaluate and write everything into a directory that appears at once. Returns the record."""
-    from bench import report  # what is slow to load comes here, off the way to an error message
+    from bench import report, tuning  # what is slow to load comes here, off the way to an error message
     from bench.evaluate import evaluate
 
     _say(_announcement(config))
@@ -113,6 +113,7 @@ def _publish(config: RunConfig, identity: Identity, call: Call, target: Path) ->
             (directory / CONFIG_FILE).parent.mkdir()
             _write_yaml(directory / CONFIG_FILE, settings(config))
             _write_yaml(directory / OVERRIDES_FILE, list(call.overrides))
+            tuning.write_tuning(directory / tuning.FILE, evaluation)
             report.write(directory, results, evaluation, config.artifacts, lambda name: bar(f"report, {name}"))
 
         publish(target, identity.run_id, build)

@@ -44,22 +44,20 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The result of tuning one system on one problem."""
+    """The result of tuning one system on one problem.
 
-    status: str  # "ok", "oom" or "not_applicable"
+    `candidate` is the point of the search space that `plan` was made from; both
+    are None unless `status` is "ok" (else "oom" or "not_applicable", with the
+    reason). `needed_gib` is the plan's memory, or the least that anything needs.
+    """
+
+    status: str
     reason: str
+    candidate: Candidate | None
     plan: Plan | None
     step_s: float | None
     needed_gib: float | None
     trials: tuple[Trial, ...]
-
-
-@dataclass(frozen=True)
-class _Placed:
-    candidate: Candidate
-    layout: Layout
-    needed_gib: float
-    bound_s: float
 
 
 def tune(
@@ -79,7 +77,7 @@ def tune(
     try:
         candidates = list(system.candidates(problem))
     except NotApplicable as reason:
-        return Tuned("not_applicable", str(reason), None, None, None, ())
+        return Tuned("not_applicable", str(reason), None, None, None, None, ())
 
     search = _Search(system, problem, step, on_trial)
     for tier in sorted({int(c.get("tier", 0)) for c in candidates}):
@@ -87,9 +85,8 @@ def tune(
         for candidate in search.best_candidates(REFINED_PLANS):
             search.run(list(system.refinements(problem, candidate)), budget)
         if search.best is not None:
-            plan, seconds = search.best
-            needed = peak_static_gib(plan.layout, problem.model)
-            return Tuned("ok", "", plan, seconds, needed, tuple(search.trials))
+            best, plan = search.best
+            return Tuned("ok", "", best.candidate, plan, best.step_s, best.needed_gib, tuple(search.trials))
     return _nothing_fits(problem, tuple(search.trials))
 
 
@@ -97,10 +94,10 @@ def _nothing_fits(problem: Problem, trials: tuple[Trial, ...]) -> Tuned:
     needs = [t.needed_gib for t in trials if t.needed_gib is not None]
     if not needs:
         reason = trials[0].reason if trials else "no candidate in the search space of this system"
-        return Tuned("not_applicable", reason, None, None, None, trials)
+        return Tuned("not_applicable", reason, None, None, None, None, trials)
     limit = problem.cluster.limit_gib
     reason = f"needs {min(needs):.1f} GiB per GPU for weights, gradients and optimizer state; {limit:.1f} GiB available"
-    return Tuned("oom", reason, None, None, min(needs), trials)
+    return Tuned("oom", reason, None, None, None, min(needs), trials)
 
 
 class _Search:
@@ -114,7 +111,7 @@ class _Search:
         self.step = step
         self.on_trial = on_trial
         self.trials: list[Trial] = []
-        self.best: tuple[Plan, float] | None = None
+        self.best: tuple[Trial, Plan] | None = None
         self._seen: set[tuple[tuple[str, str | int | float], ...]] = set()
 
     def best_candidates(self, count: int) -> list[Candidate]:
@@ -124,25 +121,27 @@ class _Search:
     def run(self, candidates: list[Candidate], budget: int) -> None:
         timed = 0
         for layout, trial in self._place(candidates):
-            bound = trial.bound_s or 0.0
-            if self.best is not None and bound >= self.best[1]:
+            if self.best is not None and (trial.bound_s or 0.0) >= (self.best[0].step_s or 0.0):
                 self.trials.append(replace(trial, outcome="bound"))
-                continue
-            if timed >= budget:
+            elif timed >= budget:
                 self.trials.append(replace(trial, outcome="budget"))
-                continue
-            try:
-                plan = Plan(layout, self.system.program(self.problem, layout))
-            except NotApplicable as reason:
-                self.trials.append(replace(trial, outcome="not placeable", reason=str(reason)))
-                continue
-            seconds = self.step(plan)
-            timed += 1
-            self.trials.append(replace(trial, outcome="timed", step_s=seconds))
-            if self.on_trial is not None:
-                self.on_trial(len([t for t in self.trials if t.step_s is not None]))
-            if self.best is None or seconds < self.best[1]:
-                self.best = (plan, seconds)
+            else:
+                timed += self._time(layout, trial)
+
+    def _time(self, layout: Layout, trial: Trial) -> bool:
+        """Time one layout; False where its program cannot be made."""
+        try:
+            plan = Plan(layout, self.system.program(self.problem, layout))
+        except NotApplicable as reason:
+            self.trials.append(replace(trial, outcome="not placeable", reason=str(reason)))
+            return False
+        done = replace(trial, outcome="timed", step_s=self.step(plan))
+        self.trials.append(done)
+        if self.on_trial is not None:
+            self.on_trial(sum(t.outcome == "timed" for t in self.trials))
+        if self.best is None or (done.step_s or 0.0) < (self.best[0].step_s or 0.0):
+            self.best = (done, plan)
+        return True
 
     def _place(self, candidates: list[Candidate]) -> list[tuple[Layout, Trial]]:
         """New layouts that fit in memory, by rising lower bound; the others become trials."""

@@ -40,6 +40,7 @@ def config(results_dir: Path = Path("results"), **changes: Any) -> RunConfig:
 class FakeOutcome:
     layout: None = None
     timeline: None = None
+    tuned: None = None
 
 
 @dataclass

@@ -1,0 +1,93 @@
+"""Tuned plans, kept by content so that a sweep that is run again need not tune again.
+
+The key covers everything that decides a plan: the system with its options, the
+model, cluster, workload and calibration, the transport, the search budget and
+the sources. What is kept is the chosen candidate and the trials, never a result:
+the plan is rebuilt, verified and simulated each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.identity import ROOT, canonical, plain, source_digest, system_digest
+from disagmoe.allocator import StepFunction, Trial, Tuned, tune
+from disagmoe.plan.plan import Plan
+from disagmoe.system import Problem, System
+
+CACHE = ROOT / ".cache" / "plans"
+
+
+def tuned(
+    system: System,
+    problem: Problem,
+    step: StepFunction,
+    *,
+    budget: int,
+    on_trial: Callable[[int], None] | None = None,
+    cache: Path | None = CACHE,
+) -> Tuned:
+    """As `disagmoe.allocator.tune`, from the cache where the same question was answered before."""
+    if cache is None:
+        return tune(system, problem, step, budget=budget, on_trial=on_trial)
+    path = cache / f"{_key(system, problem, budget)}.json"
+    kept = _read(path)
+    if kept is not None:
+        return _rebuild(system, problem, kept)
+    found = tune(system, problem, step, budget=budget, on_trial=on_trial)
+    _write(path, found)
+    return found
+
+
+def _key(system: System, problem: Problem, budget: int) -> str:
+    options: Any = system
+    question = {
+        "system": [type(system).__module__, type(system).__qualname__, asdict(options)],
+        "model": problem.model,
+        "cluster": problem.cluster,
+        "workload": problem.workload,
+        "calibration": problem.costs.calibration,
+        "exchange": [problem.transport, problem.merge, problem.ep],
+        "budget": budget,
+        "sources": [source_digest(ROOT), system_digest(system.name)],
+    }
+    return hashlib.sha256(canonical(question).encode()).hexdigest()[:24]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The kept answer; None where there is none or it is not whole."""
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return kept if isinstance(kept, dict) and set(kept) == set(_KEPT) else None
+
+
+_KEPT = ("status", "reason", "candidate", "step_s", "needed_gib", "trials")
+
+
+def _rebuild(system: System, problem: Problem, kept: dict[str, Any]) -> Tuned:
+    plan = None
+    if kept["candidate"] is not None:
+        layout = system.layout(problem, kept["candidate"])
+        plan = Plan(layout, system.program(problem, layout))
+    trials = tuple(Trial(**trial) for trial in kept["trials"])
+    return Tuned(kept["status"], kept["reason"], kept["candidate"], plan, kept["step_s"], kept["needed_gib"], trials)
+
+
+def _write(path: Path, found: Tuned) -> None:
+    """Keep an answer; a cache that cannot be written is no reason to fail a run."""
+    values = {key: plain(getattr(found, key)) for key in _KEPT if key != "trials"}
+    text = json.dumps({**values, "trials": [plain(trial) for trial in found.trials]}, allow_nan=False)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
