@@ -153,10 +153,15 @@ def attention_pointwise(model: ModelSpec, moe: bool, tokens: float) -> list[floa
     return [size * BF16 * tokens for size in sizes]
 
 
+def activation_bytes(model: ModelSpec, rows: float) -> float:
+    """Forward HBM bytes of the experts' SwiGLU."""
+    return 3.0 * model.expert_width * BF16 * rows
+
+
 def expert_pointwise(model: ModelSpec, rows: float) -> list[float]:
     """Forward HBM bytes around the experts: sort by expert, SwiGLU, weight and unsort."""
-    sizes = [2.0 * model.hidden, 3.0 * model.expert_width, 2.0 * model.hidden]
-    return [size * BF16 * rows for size in sizes]
+    copy = 2.0 * model.hidden * BF16 * rows
+    return [copy, activation_bytes(model, rows), copy]
 
 
 def home_pointwise(model: ModelSpec, moe: bool, tokens: float) -> list[float]:

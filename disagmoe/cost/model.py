@@ -84,7 +84,30 @@ class CostModel:
         """Adam on `params_updated` parameters (this GPU's shard), bound by HBM."""
         return self._compute.seconds([self._compute.pointwise(params_updated * work.ADAM_BYTES)])
 
+    def expert_halves(self, phase: Phase, rows: float, local_experts: float) -> tuple[float, float, float]:
+        """Seconds of (first GEMM, activation, second GEMM) of the experts where kernels are fused around them.
+
+        Phase F: gate and up, SwiGLU, down. Phase I, mirrored: the gradient
+        through down, through SwiGLU, through gate and up. Sorting by expert and
+        weighting copies ride in the GEMMs' loads and stores and cost nothing.
+        """
+        if phase not in (Phase.F, Phase.I):
+            raise ValueError(f"the halves of an expert exist in phases F and I, not {phase.name}")
+        m = self.model
+        up, down = (
+            self._compute.seconds([self._compute.gemm(gemm, phase)])
+            for gemm in work.mlp(m.hidden, m.expert_width, rows, local_experts, use="grouped")
+        )
+        scale = 1.0 if phase is Phase.F else work.POINTWISE_BACKWARD
+        activation = self._compute.seconds([self._compute.pointwise(work.activation_bytes(m, rows) * scale)])
+        return (up, activation, down) if phase is Phase.F else (down, activation, up)
+
     # Network: seconds and bytes of one transfer.
+
+    @property
+    def network(self) -> Network:
+        """Rates of the links, for schedules that time parts of an exchange themselves."""
+        return self._network
 
     def all_to_all(
         self,
@@ -119,19 +142,24 @@ class CostModel:
         merge: str,
         phase: Phase,
         combine: bool,
+        local: float = 0.0,
     ) -> Transfer:
-        """Exchange between an attention group (`senders`) and an expert group (`receivers`) on other nodes.
+        """Exchange between an attention group (`senders`) and an expert group (`receivers`).
 
         `tokens` per attention GPU. `copies` = "experts": a token goes to its top-k
         experts; "one": to its home rank alone (dense layers). A forward dispatch
         and a backward combine travel to the experts, the other two come back
-        pre-reduced, the same rows the other way. The slower of the sending NICs,
-        the receiving NICs and the NVLink fan-out sets the time.
+        pre-reduced, the same rows the other way. `local` is the share of the expert
+        GPUs that lies on an attention GPU's own node (0: the groups are on different
+        nodes): these rows stay on NVLink. The slower of the sending NICs, the
+        receiving NICs and NVLink sets the time.
         """
         self._check_transport(transport)
+        if not 0.0 <= local <= 1.0:
+            raise ValueError(f"local is a share of the receivers, from 0 to 1, got {local!r}")
         to_experts = combine == (phase not in (Phase.F, Phase.R))
         ends = (senders.gpus, float(senders.nic_gbs), receivers.gpus, receivers.nodes, float(receivers.nic_gbs))
-        return self._pools(float(tokens), *ends, copies, merge, to_experts)
+        return self._pools(float(tokens), *ends, copies, merge, to_experts, float(local))
 
     def p2p(self, *, tokens: float, nic_gbs: float, inter_node: bool) -> Transfer:
         """Activations of `tokens` tokens from one GPU to its peer in the next stage."""
@@ -216,26 +244,31 @@ class CostModel:
         copies: str,
         merge: str,
         to_experts: bool,
+        local: float,
     ) -> Transfer:
         check_merge(merge)
         if copies not in ("experts", "one"):
             raise ValueError(f"unknown copies {copies!r}; known: experts, one")
-        rows, fan_out, nic_skew, fan_skew = 1.0, 0.0, 1.0, 1.0
+        # Rows of one token: over NICs, from GPU to GPU inside a node, and over NVLink into the expert GPUs.
+        rows, inside, arriving, nic_skew, fan_skew = 1.0, local, local, 1.0, 1.0
         if copies == "experts":
             on_ranks, on_nodes = self.distinct(expert_gpus), self.distinct(expert_nodes)
             rows = {"none": float(self.model.top_k), "rank": on_ranks, "node": on_nodes}[merge]
-            fan_out = on_ranks if merge == "node" else 0.0
+            inside = local * (self.model.top_k if merge == "none" else on_ranks)
+            arriving = on_ranks if merge == "node" else inside  # what came over a NIC fans out on its node
             caps = (expert_gpus / on_ranks, expert_nodes / on_nodes)
             nic_skew, fan_skew = self._skewed(merge, self.workload.skew, *caps)
         token_bytes = tokens * self.model.hidden * BF16
-        at_attention = token_bytes * rows
+        at_attention = token_bytes * rows * (1.0 - local)
         per_expert_gpu = token_bytes * attention_gpus / expert_gpus
-        at_experts = per_expert_gpu * rows
-        nic_s = max(
-            at_attention / self._network.nic(attention_nic_gbs),
-            at_experts * nic_skew / self._network.nic(expert_nic_gbs),
-        )
-        nvlink_bytes = per_expert_gpu * fan_out * fan_skew
+        at_experts = per_expert_gpu * rows * (1.0 - local)
+        nic_s = 0.0
+        if local < 1.0:
+            nic_s = max(
+                at_attention / self._network.nic(attention_nic_gbs),
+                at_experts * nic_skew / self._network.nic(expert_nic_gbs),
+            )
+        nvlink_bytes = max(token_bytes * inside, per_expert_gpu * arriving * fan_skew)
         return self._network.timed(at_attention if to_experts else at_experts, nvlink_bytes, nic_s)
 
     @staticmethod

@@ -10,12 +10,15 @@ enqueued before the first gather; the backward is the mirror, last chunk first).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from disagmoe.ops import Kind, Phase, Stream
 from disagmoe.plan.expand import Cell, TailRow, Template, TemplateKey, expand, step_tail
 from disagmoe.plan.orders import interleaved
 from disagmoe.plan.program import Program
+
+Block = Callable[[int, Phase], list[Cell]]
+"""Rows of the exchange and the experts of one MoE layer, in phase F or B."""
 
 
 def colocated_program(
@@ -28,33 +31,58 @@ def colocated_program(
     moe: Sequence[bool],
     chunks: int = 1,
 ) -> Program:
-    """The Program of one training step.
+    """The Program of one training step, with `chunks` splits of dispatch, experts and combine.
+
+    The other arguments are those of `pipelined_program`.
+    """
+    if chunks < 1:
+        raise ValueError(f"chunks = {chunks}: the overlap degree must be at least 1")
+
+    def block(layer: int, phase: Phase) -> list[Cell]:
+        return _chunked(layer, phase, range(chunks) if phase == Phase.F else range(chunks - 1, -1, -1))
+
+    return pipelined_program(
+        p=p, v=v, m=m, group=group, stage_layers=stage_layers, moe=moe, block=block, n_chunks=chunks
+    )
+
+
+def pipelined_program(
+    *,
+    p: int,
+    v: int,
+    m: int,
+    group: int | None,
+    stage_layers: Sequence[Sequence[int]],
+    moe: Sequence[bool],
+    block: Block,
+    n_chunks: int,
+) -> Program:
+    """Interleaved 1F1B whose MoE layers are made of the rows of `block`.
 
     `stage_layers[s]` are the layers of virtual stage s (contiguous, at least one),
     `moe[l]` says whether layer l has experts; a dense layer has no exchange and
-    one FFN. `group` is the interleaved order's micro-batch group (None: p),
-    `chunks` the split of dispatch, experts and combine.
+    one FFN. `group` is the interleaved order's micro-batch group (None: p).
 
     Transfers between stages: P2P F of layer l carries the output of layer l on
     SEND/RECV, P2P B of layer l its gradient back on SEND_B/RECV_B (a process
     group per direction). The receive is posted in consumption order.
     """
-    _check(p, v, stage_layers, moe, chunks)
+    _check(p, v, stage_layers, moe)
     orders = interleaved(p, v, m, group)
     templates: dict[TemplateKey, Template] = {}
     for s, layers in enumerate(stage_layers):
         c, r = divmod(s, p)
-        templates[r, Phase.F, c] = _forward(s, p, len(stage_layers), layers, moe, chunks)
-        templates[r, Phase.B, c] = _backward(s, p, len(stage_layers), layers, moe, chunks)
+        templates[r, Phase.F, c] = _forward(s, p, len(stage_layers), layers, moe, block)
+        templates[r, Phase.B, c] = _backward(s, p, len(stage_layers), layers, moe, block)
     tail: list[TailRow] = []
     for r in range(p):
         held = {c: stage_layers[c * p + r] for c in range(v)}
         tail += step_tail(r, orders[r], held, shared=r in (0, p - 1))
     table = expand(orders, templates, tail)
-    return Program.from_table(table, n_workers=p, n_layers=len(moe), n_microbatches=m, n_chunks=chunks)
+    return Program.from_table(table, n_workers=p, n_layers=len(moe), n_microbatches=m, n_chunks=n_chunks)
 
 
-def _forward(s: int, p: int, stages: int, layers: Sequence[int], moe: Sequence[bool], chunks: int) -> list[Cell]:
+def _forward(s: int, p: int, stages: int, layers: Sequence[int], moe: Sequence[bool], block: Block) -> list[Cell]:
     cells: list[Cell] = []
     if s == 0:
         cells.append(Cell(Stream.COMPUTE, Kind.EMBED, Phase.F, -1))
@@ -62,7 +90,7 @@ def _forward(s: int, p: int, stages: int, layers: Sequence[int], moe: Sequence[b
         cells.append(Cell(Stream.RECV, Kind.P2P, Phase.F, layers[0] - 1, peer=(s - 1) % p))
     for layer in layers:
         cells.append(Cell(Stream.COMPUTE, Kind.ATTN, Phase.F, layer))
-        cells += _moe(layer, Phase.F, range(chunks)) if moe[layer] else [Cell(Stream.COMPUTE, Kind.FFN, Phase.F, layer)]
+        cells += block(layer, Phase.F) if moe[layer] else [Cell(Stream.COMPUTE, Kind.FFN, Phase.F, layer)]
     if s == stages - 1:
         cells.append(Cell(Stream.COMPUTE, Kind.HEAD, Phase.F, -1))
     elif p > 1:
@@ -70,15 +98,14 @@ def _forward(s: int, p: int, stages: int, layers: Sequence[int], moe: Sequence[b
     return cells
 
 
-def _backward(s: int, p: int, stages: int, layers: Sequence[int], moe: Sequence[bool], chunks: int) -> list[Cell]:
+def _backward(s: int, p: int, stages: int, layers: Sequence[int], moe: Sequence[bool], block: Block) -> list[Cell]:
     cells: list[Cell] = []
     if s == stages - 1:
         cells.append(Cell(Stream.COMPUTE, Kind.HEAD, Phase.B, -1))
     elif p > 1:
         cells.append(Cell(Stream.RECV_B, Kind.P2P, Phase.B, layers[-1], peer=(s + 1) % p))
     for layer in reversed(layers):
-        last_first = range(chunks - 1, -1, -1)
-        cells += _moe(layer, Phase.B, last_first) if moe[layer] else [Cell(Stream.COMPUTE, Kind.FFN, Phase.B, layer)]
+        cells += block(layer, Phase.B) if moe[layer] else [Cell(Stream.COMPUTE, Kind.FFN, Phase.B, layer)]
         cells.append(Cell(Stream.COMPUTE, Kind.ATTN, Phase.B, layer))
     if s == 0:
         cells.append(Cell(Stream.COMPUTE, Kind.EMBED, Phase.B, -1))
@@ -87,7 +114,7 @@ def _backward(s: int, p: int, stages: int, layers: Sequence[int], moe: Sequence[
     return cells
 
 
-def _moe(layer: int, phase: Phase, order: range) -> list[Cell]:
+def _chunked(layer: int, phase: Phase, order: range) -> list[Cell]:
     """Exchange, experts, exchange of one layer: all first exchanges are queued before any second."""
     first, second = (Kind.DISPATCH, Kind.COMBINE) if phase == Phase.F else (Kind.COMBINE, Kind.DISPATCH)
     return (
@@ -97,7 +124,7 @@ def _moe(layer: int, phase: Phase, order: range) -> list[Cell]:
     )
 
 
-def _check(p: int, v: int, stage_layers: Sequence[Sequence[int]], moe: Sequence[bool], chunks: int) -> None:
+def _check(p: int, v: int, stage_layers: Sequence[Sequence[int]], moe: Sequence[bool]) -> None:
     if len(stage_layers) != p * v:
         raise ValueError(f"stage_layers has {len(stage_layers)} stages; p*v = {p}*{v} = {p * v} are needed")
     if any(len(s) == 0 for s in stage_layers):
@@ -108,5 +135,3 @@ def _check(p: int, v: int, stage_layers: Sequence[Sequence[int]], moe: Sequence[
         raise ValueError(
             f"stage_layers must list layers 0..{len(moe) - 1} once each, in order, over the p*v = {p * v} stages"
         )
-    if chunks < 1:
-        raise ValueError(f"chunks = {chunks}: the overlap degree must be at least 1")
