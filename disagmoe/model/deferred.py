@@ -40,6 +40,7 @@ class Tape:
         else:
             accumulate(parameter, gradient())
 
+    @torch.no_grad()
     def run(self) -> None:
         """Compute what was deferred, in the order of the backward pass, releasing each operand after its use."""
         pending = self._pending
@@ -103,6 +104,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
+        x = x.detach()  # a deferred gradient must not keep the graph alive
         with exact(x):
             grad_x = None
             if ctx.needs_input_grad[0]:

@@ -60,6 +60,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
+        x = x.detach()  # a deferred gradient must not keep the graph alive
         counts = ctx.counts
         # The grouped kernel refuses broadcast gradients (those of a sum, for one).
         grad = grad.contiguous()

@@ -84,6 +84,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, targets, partitions = ctx.saved_tensors
+        x = x.detach()  # a deferred gradient must not keep the graph alive
         chunk, saved = ctx.chunk, (x, weight, targets, partitions, grad)
         later = ctx.tape is not None and ctx.tape.deferring
         with exact(x):
