@@ -27,7 +27,7 @@ from disagmoe.plan.pricing import Pricing, price
 from disagmoe.plan.verify import verify
 from disagmoe.simulator import simulate
 from disagmoe.specs.devices import device
-from disagmoe.system import Problem, System
+from disagmoe.system import Problem, Variant, variants_of
 from disagmoe.timeline.metrics import summarize, worker_metrics
 from disagmoe.timeline.timeline import Timeline
 
@@ -101,11 +101,12 @@ def _problem(config: RunConfig, costs: CostModel, transport: str) -> Problem:
     return Problem(config.model, config.cluster, config.workload, costs, transport, merge, config.ep)
 
 
-def _run(system: System, problem: Problem, config: RunConfig, view: str, report: Progress) -> tuple[Row, Outcome]:
+def _run(form: Variant, problem: Problem, config: RunConfig, view: str, report: Progress) -> tuple[Row, Outcome]:
+    system = form.system
     contention = problem.costs.contention(problem.transport)
     row: Row = {
         "system": system.name,
-        "variant": "",
+        "variant": form.label,
         "view": view,
         "transport": problem.transport,
         "merge": problem.merge,

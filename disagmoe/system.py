@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from disagmoe.cost.model import CostModel
 from disagmoe.plan.plan import Layout
@@ -42,13 +42,38 @@ class Problem:
     ep: int | None = 16
 
 
+class Variant(NamedTuple):
+    """One row of a system that is shown in several forms.
+
+    `label` is "" for the plain form. `system` is the planner configured for it.
+    `native_transport` is set where the form differs by its transport in the
+    native view only; it then has no row of its own in the uniform view.
+    """
+
+    label: str
+    system: System
+    native_transport: str | None = None
+
+
+def variants_of(system: System, view: str) -> tuple[Variant, ...]:
+    """The rows of a system in one view: what its `variants()` lists, or just itself."""
+    listed = getattr(system, "variants", None)
+    forms = (Variant("", system),) if listed is None else tuple(Variant(*form) for form in listed())
+    return tuple(form for form in forms if view == "native" or form.native_transport is None)
+
+
 class NotApplicable(Exception):
     """A system cannot run this problem; the message is the reason shown in the table."""
 
 
 @runtime_checkable
 class System(Protocol):
-    """A planner. Implementations are frozen dataclasses whose fields are the user's options."""
+    """A planner. Implementations are frozen dataclasses whose fields are the user's options.
+
+    A class attribute `native_variants`, a tuple of (variant, transport), gives a
+    system several rows in the `native` view; without it there is one row, on
+    `native_transport`.
+    """
 
     @property
     def name(self) -> str:
