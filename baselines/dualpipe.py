@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import ClassVar
 
 from baselines.colocated import expert_parallel_sizes, loads_s, micro_batches, pipeline_workers, stages_of
 from disagmoe.plan.dualpipe import dualpipe_program, dualpipe_stages, dualpipev_program, dualpipev_stages
@@ -21,7 +20,7 @@ from disagmoe.plan.plan import Batch, Layout, Placement
 from disagmoe.plan.program import Program
 from disagmoe.plan.split import split_layers
 from disagmoe.plan.units import Stages
-from disagmoe.system import Candidate, NotApplicable, Problem
+from disagmoe.system import Candidate, NotApplicable, Problem, Variant
 
 
 @dataclass(frozen=True)
@@ -37,13 +36,15 @@ class DualPipe:
 
     name: str = "dualpipe"
     native_transport: str = "nccl"
-    native_variants: ClassVar[tuple[tuple[str, str], ...]] = (("", "nccl"), ("deepep", "deepep"))
-    """(variant, transport) of the rows in the native view: DeepSeek's own runs used DeepEP."""
 
     def __post_init__(self) -> None:
         _check_options(self.name, self.pp, self.p2p_exposed)
         if self.pp is not None and self.pp % 2:
             raise ValueError(f"dualpipe pp={self.pp}: DualPipe needs an even number of pipeline ranks")
+
+    def variants(self) -> tuple[Variant, ...]:
+        """In the native view a second row on DeepEP, which DeepSeek's own runs used."""
+        return Variant("", self), Variant("deepep", self, native_transport="deepep")
 
     def candidates(self, problem: Problem) -> Iterable[Candidate]:
         """Even pp, and micro-batches whose number is even and at least 2 pp."""

@@ -73,10 +73,9 @@ def evaluate(config: RunConfig, progress: Progress | None = None) -> Evaluation:
         start = len(rows)
         for name in _with_reference(config.systems):
             system = get_system(name, **config.system_options.get(name, {}))
-            for variant, transport in _variants(config, system, view):
-                report(f"{view}: {name} ({variant})" if variant else f"{view}: {name}")
-                row, outcome = _run(system, _problem(config, costs, transport), config, view, report)
-                row["variant"] = variant
+            for form in variants_of(system, view):
+                report(f"{view}: {name} ({form.label})" if form.label else f"{view}: {name}")
+                row, outcome = _run(form, _problem(config, costs, form, view), config, view, report)
                 rows.append(row)
                 outcomes.append(outcome)
         _compare(rows[start:])
@@ -88,15 +87,9 @@ def _with_reference(systems: tuple[str, ...]) -> tuple[str, ...]:
     return (REFERENCE, *(name for name in systems if name != REFERENCE))
 
 
-def _variants(config: RunConfig, system: System, view: str) -> tuple[tuple[str, str], ...]:
-    """(variant, transport) of every row a system has in a view; most have one row, without a name."""
-    if view != "native":
-        return (("", config.uniform_transport),)
-    named: tuple[tuple[str, str], ...] = getattr(system, "native_variants", ())
-    return named or (("", system.native_transport),)
-
-
-def _problem(config: RunConfig, costs: CostModel, transport: str) -> Problem:
+def _problem(config: RunConfig, costs: CostModel, form: Variant, view: str) -> Problem:
+    native = form.native_transport or form.system.native_transport
+    transport = native if view == "native" else config.uniform_transport
     merge = config.merge or MERGE_OF_TRANSPORT[transport]
     return Problem(config.model, config.cluster, config.workload, costs, transport, merge, config.ep)
 

@@ -70,9 +70,7 @@ class NotApplicable(Exception):
 class System(Protocol):
     """A planner. Implementations are frozen dataclasses whose fields are the user's options.
 
-    A class attribute `native_variants`, a tuple of (variant, transport), gives a
-    system several rows in the `native` view; without it there is one row, on
-    `native_transport`.
+    A system that is shown in several rows also has `variants() -> tuple[Variant, ...]`.
     """
 
     @property
