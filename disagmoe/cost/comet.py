@@ -173,9 +173,9 @@ def column_blocks(hidden: int) -> int:
 def exchange_of(transfer: Transfer, network: Network, nic_gbs: float, *, fan_out: bool) -> Exchange:
     """The parts of a transfer that was priced as a whole."""
     nic_s = transfer.nic_bytes / network.nic(nic_gbs) if transfer.nic_bytes > 0.0 else 0.0
-    alpha_s = network.alpha_s(transfer.nic_bytes) if transfer.seconds > 0.0 else 0.0
+    nvlink_s = transfer.nvlink_bytes / network.nvlink
     near_alpha_s = network.alpha_s(0.0) if transfer.seconds > 0.0 else 0.0
-    return Exchange(transfer, nic_s, transfer.nvlink_bytes / network.nvlink, alpha_s, near_alpha_s, fan_out)
+    return Exchange(transfer, nic_s, nvlink_s, transfer.seconds - max(nic_s, nvlink_s), near_alpha_s, fan_out)
 
 
 def tile_costs(

@@ -131,6 +131,40 @@ class CostModel:
         self._check_transport(transport)
         return self._exchange(float(tokens), ep, nodes, merge, float(nic_gbs), float(volume_factor))
 
+    def two_level_all_to_all(
+        self,
+        *,
+        tokens: float,
+        ep: int,
+        nodes: int,
+        transport: str,
+        merge: str,
+        nic_gbs: float,
+        phase: Phase,
+        combine: bool,
+        volume_factor: float = 1.0,
+    ) -> Transfer:
+        """The same exchange through the node first (Tutel's 2DH, see `network.two_level`); it cannot merge copies."""
+        self._check_transport(transport)
+        if merge != "none":
+            raise ValueError(f"a two-level all-to-all moves every copy: merge none is allowed, not {merge}")
+        sent = tokens * self.model.top_k * self.model.hidden * BF16 * volume_factor
+        copy_s = self._compute.seconds([self._compute.pointwise(2.0 * sent)])
+        return self._network.two_level(sent, ep, nodes, nic_gbs, copy_s)
+
+    def gathered(
+        self, *, tokens: float, ep: int, nic_gbs: float, volume_factor: float = 1.0
+    ) -> tuple[Transfer, Transfer]:
+        """All-gather of every token inside one node, and the way back: one row per rank that holds one of its experts.
+
+        What the open Comet kernels move (https://github.com/bytedance/flux).
+        """
+        nbytes = tokens * self.model.hidden * BF16
+        on_ranks = min(float(ep), self.distinct(ep) * volume_factor)
+        there = self._network.exchange(Copies(nic=0.0, nvlink=ep - 1.0), nbytes, nic_gbs)
+        back = self._network.exchange(Copies(nic=0.0, nvlink=on_ranks * (ep - 1.0) / ep), nbytes, nic_gbs)
+        return there, back
+
     def m2n(
         self,
         *,
@@ -231,7 +265,8 @@ class CostModel:
         copies = colocated_copies(merge, ep, nodes, self.model.top_k, on_ranks, on_nodes)
         nic, nvlink = self._skewed(merge, factor, ep / on_ranks, nodes / on_nodes)
         copies = Copies(nic=copies.nic * nic, nvlink=copies.nvlink * nvlink)
-        return self._network.exchange(copies, tokens * self.model.hidden * BF16, nic_gbs)
+        peers = nodes - 1 if merge == "node" else ep - 1
+        return self._network.exchange(copies, tokens * self.model.hidden * BF16, nic_gbs, peers)
 
     def _m2n_of(
         self,

@@ -50,6 +50,11 @@ class Transfer:
 NOTHING = Transfer(seconds=0.0, nic_bytes=0.0, nvlink_bytes=0.0, link=1)
 
 
+FITTED_PEERS = 63
+"""Peers of the exchanges that `nic_alpha_us` was fitted on (EP64). EP16 and EP32 take the same latency; beyond, every
+further message is charged its share: an extrapolation."""
+
+
 @dataclass(frozen=True)
 class Copies:
     """What one token causes: `nic` rows for other nodes, `nvlink` rows inside nodes."""
@@ -82,22 +87,42 @@ class Network:
             raise ValueError(f"{what}: effective {effective_gbs:.1f} GB/s exceeds the line rate {line_gbs:.1f} GB/s")
         return effective_gbs
 
-    def alpha_s(self, nic_bytes: float) -> float:
-        """Latency of one transfer; larger where bytes cross NICs."""
-        return (self.rates.nic_alpha_us if nic_bytes > 0.0 else self.rates.nvlink_alpha_us) * 1e-6
+    def alpha_s(self, nic_bytes: float, peers: int = 1) -> float:
+        """Latency of one transfer to `peers` peers; larger where bytes cross NICs."""
+        if nic_bytes <= 0.0:
+            return self.rates.nvlink_alpha_us * 1e-6
+        return self.rates.nic_alpha_us * 1e-6 * max(1.0, peers / FITTED_PEERS)
 
-    def timed(self, nic_bytes: float, nvlink_bytes: float, nic_s: float) -> Transfer:
+    def timed(self, nic_bytes: float, nvlink_bytes: float, nic_s: float, peers: int = 1) -> Transfer:
         """A transfer whose NIC part takes `nic_s` and whose NVLink part moves beside it."""
         if nic_bytes <= 0.0 and nvlink_bytes <= 0.0:
             return NOTHING
-        seconds = max(nic_s, nvlink_bytes / self.nvlink) + self.alpha_s(nic_bytes)
+        seconds = max(nic_s, nvlink_bytes / self.nvlink) + self.alpha_s(nic_bytes, peers)
         return Transfer(seconds, nic_bytes, nvlink_bytes, link=0 if nic_bytes > 0.0 else 1)
 
-    def exchange(self, copies: Copies, token_bytes: float, nic_gbs: float) -> Transfer:
-        """All-to-all inside a symmetric group; `token_bytes` = bytes of one rank's tokens."""
+    def exchange(self, copies: Copies, token_bytes: float, nic_gbs: float, peers: int = 1) -> Transfer:
+        """All-to-all inside a symmetric group; `token_bytes` = bytes of one rank's tokens, `peers` its messages."""
         nic_bytes = copies.nic * token_bytes
         nic_s = nic_bytes / self.nic(nic_gbs) if nic_bytes > 0.0 else 0.0
-        return self.timed(nic_bytes, copies.nvlink * token_bytes, nic_s)
+        return self.timed(nic_bytes, copies.nvlink * token_bytes, nic_s, peers)
+
+    def two_level(self, sent: float, ranks: int, nodes: int, nic_gbs: float, copy_s: float) -> Transfer:
+        """All-to-all of `sent` bytes per rank inside every node, then among equal local ranks of all nodes (2DH).
+
+        Both passes carry all that is not for the rank itself, one after the other,
+        each after a strided copy (`copy_s`) that groups what travels together. The
+        NIC carries what a direct all-to-all sends, in nodes - 1 messages of
+        sent / nodes bytes instead of ranks - ranks / nodes of sent / ranks.
+        Source: Tutel, arXiv 2206.03382, section 3.3.
+        """
+        local = ranks / nodes
+        inside = self.timed(0.0, sent * (local - 1.0) / local, 0.0)
+        nic_bytes = sent * (nodes - 1.0) / nodes
+        across = self.timed(nic_bytes, 0.0, nic_bytes / self.nic(nic_gbs) if nodes > 1 else 0.0, nodes - 1)
+        copies = copy_s * ((local > 1.0) + (nodes > 1))
+        return Transfer(
+            inside.seconds + across.seconds + copies, nic_bytes, inside.nvlink_bytes, link=0 if nodes > 1 else 1
+        )
 
     def p2p(self, nbytes: float, nic_gbs: float, inter_node: bool) -> Transfer:
         """One message from one GPU to one other."""
