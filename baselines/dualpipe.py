@@ -134,11 +134,10 @@ def _candidates(problem: Problem, pp: int | None, name: str, *, step: int, stage
     if refused:
         rule = f"{parity} number of micro-batches" if step == 2 else "micro-batches"
         raise NotApplicable(f"{name} needs {rule}, at least 2 x pp: {refused} (global batch {batch})")
-    wanted = f"{parity} pp" if pp is None else f"pp={pp} to be one that"
+    wanted = f"{name} needs {parity} pp" if pp is None else f"{name}: pp={pp} is none"
     ep = expert_parallel_sizes(problem)[0]
     raise NotApplicable(
-        f"{name} needs {wanted} that divides {world} GPUs into at most {layers // stages_per_rank} ranks "
-        f"of a multiple of EP {ep} GPUs"
+        f"{wanted} that divides {world} GPUs into at most {layers // stages_per_rank} ranks of a multiple of EP {ep} GPUs"
     )
 
 
