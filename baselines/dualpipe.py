@@ -114,31 +114,30 @@ def _check_options(name: str, pp: int | None, p2p_exposed: bool) -> None:
 
 def _candidates(problem: Problem, pp: int | None, name: str, *, step: int, stages_per_rank: int) -> Iterator[Candidate]:
     """(EP, pp, micro-batch): pp and the number of micro-batches are multiples of `step`, that number at least 2 pp."""
-    world, layers, batch = problem.cluster.gpus, problem.model.layers, problem.workload.global_batch
-    parity = "an even" if step == 2 else "any"
-    refused = ""
-    found = False
+    world, batch = problem.cluster.gpus, problem.workload.global_batch
+    most = problem.model.layers // stages_per_rank
+    even = "even " if step == 2 else ""
+    found, refused = False, ""
     for ep in expert_parallel_sizes(problem):
-        depths = range(step, layers // stages_per_rank + 1, step)
-        for depth in [d for d in depths if world % d == 0 and (world // d) % ep == 0 and pp in (None, d)]:
-            for sequences in micro_batches(problem, world // depth):
-                count = ceil(batch / (sequences * (world // depth)))
-                if count % step or count < 2 * depth:
-                    most = f"pp={depth} with micro-batches of {sequences} x {world // depth} sequences has {count}"
-                    refused = refused or most
-                    continue
-                found = True
-                yield {"ep": ep, "pp": depth, "micro_batch": sequences}
-    if found:
-        return
-    if refused:
-        rule = f"{parity} number of micro-batches" if step == 2 else "micro-batches"
-        raise NotApplicable(f"{name} needs {rule}, at least 2 x pp: {refused} (global batch {batch})")
-    wanted = f"{name} needs {parity} pp" if pp is None else f"{name}: pp={pp} is none"
-    ep = expert_parallel_sizes(problem)[0]
-    raise NotApplicable(
-        f"{wanted} that divides {world} GPUs into at most {layers // stages_per_rank} ranks of a multiple of EP {ep} GPUs"
-    )
+        depths = [d for d in range(step, most + 1, step) if world % d == 0 and (world // d) % ep == 0]
+        for depth in [d for d in depths if pp in (None, d)]:
+            data_ranks = world // depth
+            for sequences in micro_batches(problem, data_ranks):
+                count = ceil(batch / (sequences * data_ranks))
+                if count % step == 0 and count >= 2 * depth:
+                    found = True
+                    yield {"ep": ep, "pp": depth, "micro_batch": sequences}
+                elif not refused:
+                    refused = f"pp={depth} with {sequences} x {data_ranks} sequences in each has {count}"
+    if not found and refused:
+        needed = "an even number of micro-batches, " if step == 2 else "micro-batches, "
+        raise NotApplicable(f"{name} needs {needed}at least 2 x pp: {refused} (global batch {batch})")
+    if not found:
+        ep = expert_parallel_sizes(problem)[0]
+        pinned = f"{name}: pp={pp} is no {even}number" if pp is not None else f"{name} finds no {even}pp"
+        raise NotApplicable(
+            f"{pinned} that divides {world} GPUs into at most {most} ranks of a multiple of EP {ep} GPUs"
+        )
 
 
 def _layout(problem: Problem, candidate: Candidate, system: str, stages: Stages, p2p_exposed: bool) -> Layout:

@@ -67,10 +67,10 @@ def test_candidates_keep_the_rules() -> None:
         (
             DualPipe(),
             15,
-            r"an even number of micro-batches, at least 2 x pp: pp=2 with micro-batches of 1 x 16 .* has 1",
+            r"an even number of micro-batches, at least 2 x pp: pp=2 with 1 x 16 sequences in each has 1",
         ),
-        (DualPipe(pp=4), 56, r"pp=4 with micro-batches of 1 x 8 sequences has 7 \(global batch 56\)"),
-        (DualPipe(pp=6), 128, "DualPipe: pp=6 is none that divides 32 GPUs"),
+        (DualPipe(pp=4), 56, r"pp=4 with 1 x 8 sequences in each has 7 \(global batch 56\)"),
+        (DualPipe(pp=6), 128, "DualPipe: pp=6 is no even number that divides 32 GPUs"),
         (DualPipeV(pp=4), 56, r"DualPipeV needs micro-batches, at least 2 x pp: pp=4 .* has 7"),
         (DualPipeV(pp=16), 128, "at most 14 ranks of a multiple of EP 8 GPUs"),
     ],
