@@ -188,15 +188,11 @@ def folded_counts(
 ) -> tuple[int, ...]:
     """Layers of each of an even number of stages, of which s and S-1-s share a rank.
 
-    `loads` are the times of the layers in any unit. Ranks are balanced first; the
-    outermost one holds the embedding and the output head. Its two stages are then
-    balanced against each other, as one's forward runs beside the other's backward.
+    `loads` are the times of the layers in any unit. Ranks are balanced, the outermost
+    one holding the embedding and the output head. The two stages of a rank get equally
+    many layers, as one's forward runs beside the other's backward layer by layer.
     """
     ranks = [min(stage, stages - 1 - stage) for stage in range(stages)]
     dealt = split_layers(loads, ranks, head_load=head_load, embed_load=embed_load)
-    counts = [len(stage) for stage in dealt]
-    both = counts[0] + counts[-1]
-    lead = (head_load - embed_load) / (sum(loads) / len(loads))
-    counts[0] = min(both - 1, max(1, ceil((both + lead) / 2)))
-    counts[-1] = both - counts[0]
-    return tuple(counts)
+    both = [len(dealt[rank]) + len(dealt[stages - 1 - rank]) for rank in range(stages // 2)]
+    return tuple([ceil(n / 2) for n in both] + [n // 2 for n in reversed(both)])
