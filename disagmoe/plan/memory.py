@@ -37,11 +37,16 @@ OPTIMIZER_BYTES = 12
 
 @dataclass(frozen=True)
 class Recipe:
-    """Bytes per parameter: held by every rank (weight, gradient) and sharded (optimizer)."""
+    """Bytes per parameter: held by every rank (weight, gradient), sharded (optimizer), sharded during its step (step).
+
+    `step` is 4 where gradients are bf16 and Megatron-Core makes fp32 copies of the
+    shard for the optimizer (distrib_optimizer.py, _copy_model_grads_to_main_grads).
+    """
 
     weight: int
     gradient: int
     optimizer: int
+    step: int = 0
 
 
 RECIPES = {

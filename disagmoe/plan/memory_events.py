@@ -46,11 +46,15 @@ _FORWARD, _BACKWARD = (Phase.F, Phase.R), (Phase.B, Phase.I)
 
 @dataclass(frozen=True)
 class WorkerBytes:
-    """Bytes of every operation of one worker: its dense and its MoE layers, the output head, the embedding."""
+    """Bytes of every operation of one worker: its dense and its MoE layers, the output head, the embedding.
+
+    `step` are the temporaries of the optimizer.
+    """
 
     layers: tuple[LayerBytes, LayerBytes]  # (dense, MoE)
     head: OpBytes
     embed: OpBytes
+    step: float = 0.0
 
 
 def chunks_of(program: Program, rows: NDArray[np.intp]) -> FloatArray:
@@ -93,6 +97,7 @@ class Tables:
                 self._fill(w, Kind.FFN, t, layer.ffn, again=Kind.FFN in recompute.kinds)
             self._fill(w, Kind.HEAD, 0, worker.head, again=False)
             self._fill(w, Kind.EMBED, 0, worker.embed, again=False)
+            self.working[w, Kind.OPTIM] = worker.step
         self.sent = np.array([[layer.sent for layer in w.layers] for w in workers])
         self.received = np.array([[layer.received for layer in w.layers] for w in workers])
         self.stream = np.array([w.layers[0].stream for w in workers])

@@ -18,7 +18,17 @@ from numpy.typing import NDArray
 from disagmoe.cost.copies import distinct_units
 from disagmoe.cost.memory import LOSS_CHUNK_TOKENS, LayerBytes, Load, embed_bytes, head_bytes, layer_bytes
 from disagmoe.cost.recompute import Recompute
-from disagmoe.plan.memory import GIB, RECIPES, Recipe, StaticMemory, held, local_experts, shard_of, static_memory
+from disagmoe.plan.memory import (
+    GIB,
+    RECIPES,
+    Recipe,
+    StaticMemory,
+    held,
+    holdings,
+    local_experts,
+    shard_of,
+    static_memory,
+)
 from disagmoe.plan.memory_events import DYNAMIC, WorkerBytes
 from disagmoe.plan.memory_timeline import Levels, levels
 from disagmoe.plan.plan import Layout, Worker
@@ -117,12 +127,13 @@ def memory_report(
     them the order of the compute streams does.
     """
     policy = Recompute.of(layout.options) if recompute is None else recompute
-    fixed = static_memory(layout, model, program, _recipe(optimizer))
+    recipe = _recipe(optimizer)
+    fixed = static_memory(layout, model, program, recipe)
     moe = [model.is_moe(layer) for layer in range(model.layers)]
     frames = in_frames(layout, program)
     dynamic = levels(
         program,
-        worker_bytes(layout, model, workload, policy, frames=frames, loss_chunk=loss_chunk),
+        worker_bytes(layout, model, workload, policy, frames=frames, loss_chunk=loss_chunk, step=recipe.step),
         moe,
         policy,
         frames=frames,
@@ -190,13 +201,18 @@ def worker_bytes(
     *,
     frames: bool,
     loss_chunk: int | None = LOSS_CHUNK_TOKENS,
+    step: int = 0,
 ) -> tuple[WorkerBytes, ...]:
-    """Bytes of the operations of one GPU of every worker; equal workers share one object."""
+    """Bytes of the operations of one GPU of every worker; equal workers share one object.
+
+    `step` are the temporary bytes per parameter that the optimizer updates.
+    """
     shard = shard_of(layout)
-    made: dict[tuple[str, int, int], WorkerBytes] = {}
+    made: dict[tuple[str, int, int, float], WorkerBytes] = {}
     out = []
-    for worker in layout.placement.workers:
-        key = (worker.pool, worker.gpus, worker.nodes)
+    updated = [h.updated if step else 0.0 for h in holdings(layout, model)]
+    for worker, params in zip(layout.placement.workers, updated, strict=True):
+        key = (worker.pool, worker.gpus, worker.nodes, params)
         if key not in made:
             dense, moe = (
                 _layer(layout, model, workload, recompute, worker, moe=moe, frames=frames) for moe in (False, True)
@@ -206,6 +222,7 @@ def worker_bytes(
                 (dense, moe),
                 head_bytes(model, tokens, parts=len(layout.placement.heads), chunk=loss_chunk, shard=shard),
                 embed_bytes(model, tokens, shard=shard),
+                params * step,
             )
         out.append(made[key])
     return tuple(out)

@@ -99,12 +99,12 @@ def in_flight(program: Program) -> tuple[int, ...]:
 
 
 def compute_order(program: Program) -> NDArray[np.intp]:
-    """Rows of the compute operations of micro-batches, worker by worker in the order of their streams.
+    """Rows of compute operations, worker by worker in the order of their streams.
 
     With two compute streams the i-th forward action stands right after the
     backward that makes room for it, the earliest it can start.
     """
-    worked = (Kind.EMBED, Kind.ATTN, Kind.FFN, Kind.HEAD, Kind.STAGE)
+    worked = (Kind.EMBED, Kind.ATTN, Kind.FFN, Kind.HEAD, Kind.STAGE, Kind.OPTIM)
     compute = np.isin(program.stream, sorted(int(s) for s in COMPUTE_STREAMS))
     rows = np.flatnonzero(compute & np.isin(program.kind, worked))
     if not (program.stream[rows] == int(Stream.COMPUTE_B)).any():
@@ -113,6 +113,7 @@ def compute_order(program: Program) -> NDArray[np.intp]:
     action = _action_number(program, rows)
     ahead = np.where(action < limit, 2 * (action - limit), 2 * (action - limit) + 1)
     slot = np.where(program.phase[rows] == int(Phase.F), ahead, 2 * action)
+    slot[program.kind[rows] == int(Kind.OPTIM)] = 2 * len(program)
     return rows[np.lexsort((slot, program.worker[rows]))]
 
 
