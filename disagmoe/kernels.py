@@ -328,16 +328,17 @@ def _most_urgent(
 
 @_jit
 def record_transfers(
-    first: Longs, step: Longs, microbatch: Longs, home: Longs, n_microbatches: int
+    first: Longs, step: Longs, microbatch: Longs, home: Longs, sends: Bools, n_microbatches: int
 ) -> tuple[Longs, int]:
     """Run a ring in lock-step, every action and every transfer one time slot, and record who sends when.
 
     A micro-batch passes steps 0, 1, ... of the chain; step s runs on worker
     home[s]. Worker w runs the actions first[w]:first[w + 1] in that order, of
-    which action i is step step[i] of micro-batch microbatch[i]. A product whose
-    next step is elsewhere is sent; in one slot a worker runs at most one action,
-    sends at most one product and receives at most one. Among the transfers that
-    could start, the one whose receiver has it earliest in its order goes first.
+    which action i is step step[i] of micro-batch microbatch[i]. The product of
+    step s is sent to its next step where sends[s], and is there at once where not;
+    in one slot a worker runs at most one action, sends at most one product and
+    receives at most one. Among the transfers that could start, the one whose
+    receiver has it earliest in its order goes first.
 
     Returns the slot in which the product of each (step, micro-batch) was sent
     ([steps, n_microbatches], -1 where it was not) and the number of actions that
@@ -372,10 +373,10 @@ def record_transfers(
                 continue
             s, b = step[i], microbatch[i]
             at[worker], left, moved = i + 1, left - 1, True
-            if s + 1 < n_steps and home[s + 1] == worker:
-                ready[s + 1, b] = slot + 1
-            elif s + 1 < n_steps:
+            if sends[s]:
                 pending[worker, n_pending[worker]] = s * n_microbatches + b
                 n_pending[worker] += 1
+            elif s + 1 < n_steps:
+                ready[s + 1, b] = slot + 1
         slot += 1
     return sent, left

@@ -30,12 +30,15 @@ Four things are decided here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from disagmoe.kernels import record_transfers
-from disagmoe.ops import Kind, Phase, Stream
-from disagmoe.plan.expand import Cell, TailRow, Template, TemplateKey, expand, step_tail
+from disagmoe.ops import Phase, Stream
+from disagmoe.plan.af_ring import HEADS, Ring, Step, ring_steps
+from disagmoe.plan.expand import Cell, TailRow, expand, step_tail
 from disagmoe.plan.orders import StageOrder, alternate, grouped_table, near_equal_groups, peak_in_flight, warmup
 from disagmoe.plan.program import COLUMNS, IntArray, Program
 
@@ -66,75 +69,80 @@ def af_orders(p: int, v: int, m: int, group: int, order: str) -> tuple[StageOrde
     )
 
 
-def in_flight(p: int, v: int, m: int, group: int, order: str) -> tuple[int, ...]:
-    """Most layers' activations each of the 2p workers holds at once, padded layers included."""
-    return tuple(peak_in_flight(o) for o in af_orders(p, v, m, group, order))
+def group_sizes(p: int, layers: int, m: int) -> tuple[int, ...]:
+    """In-flight group sizes in [2p, 4p] that give different orders, largest first.
+
+    Where a worker has several layers, only the number of groups matters.
+    """
+    sizes = range(4 * p, 2 * p - 1, -1)
+    if layers <= p:
+        return (4 * p, 3 * p, 2 * p)
+    return tuple({len(near_equal_groups(m, 2 * p, size)): size for size in reversed(sizes)}.values())[::-1]
 
 
-def af_pipe_program(*, p: int, layers: int, m: int, group: int, order: str) -> Program:
+def af_pipe_program(
+    *,
+    p: int,
+    layers: int,
+    m: int,
+    group: int,
+    order: str,
+    head: str = "last_f",
+    compute_streams: int = 1,
+    in_flight: Sequence[int] | None = None,
+) -> Program:
     """The Program of one training step of `layers` layers and m micro-batches on 2p workers.
 
-    The ring is planned for p * ceil(layers / p) layers; what does not exist is
-    left out. Raises ValueError for an unknown order or a group outside [2p, 4p].
+    The ring is planned for whole rounds of p layers; what does not exist is left
+    out. With two compute streams, `in_flight` bounds the layers each worker holds
+    (default: the most the order on one stream holds). Raises ValueError for an
+    unknown order or head, a group outside [2p, 4p], or another number of streams.
     """
+    ring = _ring(p, layers, head, compute_streams)
+    orders = list(af_orders(p, ring.chunks, m, group, order))
+    held = [_held(orders[w], ring, w) for w in range(2 * p)]
+    limits: tuple[int, ...] = ()
+    if compute_streams == 2:
+        limits = tuple(held) if in_flight is None else tuple(in_flight)
+        if len(limits) != 2 * p or any(limit < least for limit, least in zip(limits, held, strict=True)):
+            raise ValueError(f"AF-Pipe in_flight {limits}: needs one bound per worker, at least {held} for this order")
+    if not ring.spread:
+        (worker,) = ring.head_workers
+        orders[worker] = _with_head(orders[worker], ring.slot(worker), ring.chunks)
+    steps = ring_steps(ring)
+    tail: list[TailRow] = []
+    for w, own in enumerate(orders):
+        layers_of = {c: [c * p + w % p] for c in range(ring.chunks) if c * p + w % p < layers}
+        tail += step_tail(w, own, layers_of, shared=w == 0 or w in ring.head_workers)
+    sent = _transfer_slots(orders, steps, m)
+    table = _in_slot_order(expand(orders, dict(steps), tail), steps, sent)
+    return Program.from_table(
+        table,
+        n_workers=2 * p,
+        n_layers=layers,
+        n_microbatches=m,
+        n_chunks=len(ring.head_workers),
+        in_flight=limits,
+    )
+
+
+def _ring(p: int, layers: int, head: str, compute_streams: int) -> Ring:
+    """The ring's shape, checked."""
     if layers < 1:
         raise ValueError(f"AF-Pipe needs at least 1 layer, not {layers}")
-    v = -(-layers // p) if p > 0 else 0
-    orders = list(af_orders(p, v, m, group, order))
-    templates: dict[TemplateKey, Template] = {}
-    for layer in range(layers):
-        c, g = divmod(layer, p)
-        templates[g, Phase.F, c], templates[g, Phase.B, c] = _attention(layer, p)
-        templates[p + g, Phase.F, c], templates[p + g, Phase.B, c] = _experts(layer, p, last=layer == layers - 1)
-    last_chunk, last_group = divmod(layers - 1, p)
-    head = p + last_group
-    templates[head, Phase.F, v] = [Cell(Stream.COMPUTE, Kind.HEAD, phase, -1) for phase in (Phase.F, Phase.B)]
-    tail: list[TailRow] = []
-    for w, held_order in enumerate(orders):
-        held = {c: [c * p + w % p] for c in range(v) if c * p + w % p < layers}
-        tail += step_tail(w, held_order, held, shared=w in (0, head))
-    sent = _transfer_slots(orders, p, layers, m)
-    orders[head] = _with_head(orders[head], last_chunk, v)
-    table = _in_slot_order(expand(orders, templates, tail), sent)
-    return Program.from_table(table, n_workers=2 * p, n_layers=layers, n_microbatches=m)
+    if p < 1:
+        raise ValueError(f"AF-Pipe needs a depth of at least 1, not {p}")
+    if head not in HEADS:
+        raise ValueError(f"AF-Pipe head {head!r} is unknown; allowed are {', '.join(HEADS)}")
+    if compute_streams not in (1, 2):
+        raise ValueError(f"AF-Pipe compute_streams = {compute_streams}: allowed are 1 and 2")
+    return Ring(p, layers, head, Stream.COMPUTE if compute_streams == 1 else Stream.COMPUTE_B)
 
 
-def _attention(layer: int, p: int) -> tuple[list[Cell], list[Cell]]:
-    """Forward and backward of attention of one layer, on A_{layer mod p}."""
-    experts, before = p + layer % p, p + (layer - 1) % p
-    forward = [
-        Cell(Stream.COMPUTE, Kind.ATTN, Phase.F, layer),
-        Cell(Stream.SEND, Kind.DISPATCH, Phase.F, layer, peer=experts),
-    ]
-    backward = [
-        Cell(Stream.RECV, Kind.DISPATCH, Phase.B, layer, peer=experts),
-        Cell(Stream.COMPUTE, Kind.ATTN, Phase.B, layer),
-    ]
-    if layer == 0:
-        embed = [Cell(Stream.COMPUTE, Kind.EMBED, phase, -1) for phase in (Phase.F, Phase.B)]
-        return [embed[0], *forward], [*backward, embed[1]]
-    forward = [Cell(Stream.RECV, Kind.COMBINE, Phase.F, layer - 1, peer=before), *forward]
-    return forward, [*backward, Cell(Stream.SEND, Kind.COMBINE, Phase.B, layer - 1, peer=before)]
-
-
-def _experts(layer: int, p: int, *, last: bool) -> tuple[list[Cell], list[Cell]]:
-    """Forward and backward of the experts of one layer, on F_{layer mod p}.
-
-    After the last layer the F-ranks hold partial rows of every token: these are
-    reduced inside the group (a collective) before the output head.
-    """
-    attention, after = layer % p, (layer + 1) % p
-    forward = [
-        Cell(Stream.RECV, Kind.DISPATCH, Phase.F, layer, peer=attention),
-        Cell(Stream.COMPUTE, Kind.FFN, Phase.F, layer),
-    ]
-    backward = [
-        Cell(Stream.COMPUTE, Kind.FFN, Phase.B, layer),
-        Cell(Stream.SEND, Kind.DISPATCH, Phase.B, layer, peer=attention),
-    ]
-    out, back, peer = (Stream.COLL, Stream.COLL, -1) if last else (Stream.SEND, Stream.RECV, after)
-    forward.append(Cell(out, Kind.COMBINE, Phase.F, layer, peer=peer))
-    return forward, [Cell(back, Kind.COMBINE, Phase.B, layer, peer=peer), *backward]
+def _held(order: StageOrder, ring: Ring, worker: int) -> int:
+    """Most layers the worker holds at once, padding left out; at least 1."""
+    exists = order.chunk * ring.p + worker % ring.p < ring.layers
+    return max(1, peak_in_flight(StageOrder(order.phase[exists], order.chunk[exists], order.microbatch[exists])))
 
 
 def _with_head(order: StageOrder, last_chunk: int, head_chunk: int) -> StageOrder:
@@ -153,40 +161,44 @@ def _with_head(order: StageOrder, last_chunk: int, head_chunk: int) -> StageOrde
     )
 
 
-def _transfer_slots(orders: list[StageOrder], p: int, layers: int, m: int) -> LongArray:
-    """Lock-step slot in which the product of each (chain step, micro-batch) is sent, [4 * layers, m].
-
-    Forward steps of the chain are 2 l (attention of layer l) and 2 l + 1 (its
-    experts); backward steps count on in reverse.
-    """
-    forward = 2 * layers
-    home = np.array([g for layer in range(layers) for g in (layer % p, p + layer % p)], dtype=np.int64)
-    steps, microbatches = [], []
+def _transfer_slots(orders: Sequence[StageOrder], steps: Sequence[Step], m: int) -> LongArray:
+    """Lock-step slot in which the product of each (step, micro-batch) is sent, [steps, m]; -1 where it is not."""
+    chunks = 1 + max(int(o.chunk.max()) for o in orders)
+    at = np.full((len(orders), len(Phase), chunks), -1, dtype=np.int64)
+    for i, step in enumerate(steps):
+        at[step.key] = i
+    number, microbatch = [], []
     for w, o in enumerate(orders):
-        layer = o.chunk.astype(np.int64) * p + w % p
-        step = 2 * layer + (w >= p)
-        exists = layer < layers
-        steps.append(np.where(o.phase == Phase.F, step, 2 * forward - 1 - step)[exists])
-        microbatches.append(o.microbatch[exists].astype(np.int64))
-    first = np.cumsum([0, *(s.shape[0] for s in steps)], dtype=np.int64)
-    sent, left = record_transfers(
-        first, np.concatenate(steps), np.concatenate(microbatches), np.concatenate((home, home[::-1])), m
-    )
+        of_action = at[w, o.phase, o.chunk]
+        number.append(of_action[of_action >= 0])
+        microbatch.append(o.microbatch[of_action >= 0].astype(np.int64))
+    first = np.cumsum([0, *(n.shape[0] for n in number)], dtype=np.int64)
+    home = np.array([step.key[0] for step in steps], dtype=np.int64)
+    sends = np.array([_sent(step) is not None for step in steps])
+    sent, left = record_transfers(first, np.concatenate(number), np.concatenate(microbatch), home, sends, m)
     if left:
         raise ValueError(
-            f"AF-Pipe orders for p = {p}, {layers} layers, {m} micro-batches wait for each other; use group = 2p"
+            f"AF-Pipe orders of {len(orders)} workers and {m} micro-batches wait for each other; use group = 2p"
         )
     return sent
 
 
-def _in_slot_order(table: IntArray, sent: LongArray) -> IntArray:
+def _sent(step: Step) -> Cell | None:
+    """The transfer that leaves with the product of a step."""
+    return next((cell for cell in step.cells if cell.stream == Stream.SEND), None)
+
+
+def _in_slot_order(table: IntArray, steps: Sequence[Step], sent: LongArray) -> IntArray:
     """The rows with the transfers of every stream in the order of their slots."""
     column = {name: table[:, i] for i, name in enumerate(COLUMNS)}
     rows = np.flatnonzero((column["stream"] == Stream.SEND) | (column["stream"] == Stream.RECV))
-    layer = column["layer"][rows]
-    # Chain step that produces what is sent; backward, the product of step 4 L - 1 - s goes to where s came from.
-    step = 2 * layer + (column["kind"][rows] == Kind.COMBINE)
-    step = np.where(column["phase"][rows] == Phase.F, step, sent.shape[0] - 2 - step)
+    labels = ("kind", "phase", "layer", "chunk")
+    made = [(i, cell) for i, step in enumerate(steps) if (cell := _sent(step)) is not None]
+    shape = tuple(int(column[name].max()) + 2 for name in labels)
+    step_of = np.full(shape, -1, dtype=np.int64)
+    for i, cell in made:
+        step_of[cell.kind, cell.phase, cell.layer, cell.chunk] = i
+    step = step_of[tuple(column[name][rows] for name in labels)]
     slot = np.zeros(table.shape[0], dtype=np.int64)
     slot[rows] = sent[step, column["microbatch"][rows]]
     return table[np.argsort(slot, kind="stable")]

@@ -2,7 +2,9 @@
 
 Every (kind, layer) a Program uses is a *slot*. A slot is done by every
 micro-batch: forward once per chunk, then backward once per chunk, for compute
-kinds either whole (B) or split (I and W); chunk -1 covers all chunks. Which
+kinds either whole (B) or split (I and W); chunk -1 covers all chunks. A slot is in
+one chunk or in all of the Program's; where the experts are two halves, each
+communication has the chunks of one of them. Which
 communication a layer has follows from the Program: what any micro-batch does,
 all of them do.
 """
@@ -16,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagmoe.ops import COMPUTE_KINDS, KIND_LETTER, RECV_STREAMS, Kind, Op, Phase
-from disagmoe.plan.dependencies import BoolArray, LongArray, PlanError, pack_key, stream_mask
+from disagmoe.plan.dependencies import PlanError, is_p2p_wait, stream_mask
+from disagmoe.plan.edges import BoolArray, LongArray, pack_key
 from disagmoe.plan.program import Program
 from disagmoe.plan.text import op_token, row_token
 
@@ -27,7 +30,7 @@ _STEP_KINDS = (Kind.GRAD_SYNC, Kind.OPTIM)
 class _Coverage:
     """How often each phase covers each chunk of each slot and micro-batch.
 
-    `times[phase]` is int [slots, micro-batches, chunks]; `exists` [slots, 1, chunks]
+    `times[phase]` is int [slots, micro-batches, chunks]; `exists[phase]` [slots, 1, chunks]
     flags the chunks a slot has. `kind` and `layer` name the slots.
     """
 
@@ -58,9 +61,9 @@ def check_complete(program: Program) -> None:
 
 
 def _work_rows(program: Program) -> NDArray[np.intp]:
-    """Rows of micro-batches, a transfer counted at its sender."""
+    """Rows of micro-batches, a transfer counted at its sender and not where one waits for it."""
     is_recv = stream_mask(program, frozenset(RECV_STREAMS))
-    return np.flatnonzero(~is_recv & ~np.isin(program.kind, _STEP_KINDS))
+    return np.flatnonzero(~is_recv & ~is_p2p_wait(program) & ~np.isin(program.kind, _STEP_KINDS))
 
 
 def _check_slots(program: Program) -> None:
@@ -90,21 +93,44 @@ def _coverage(program: Program, rows: NDArray[np.intp]) -> _Coverage:
     layers = program.n_layers + 1
     slots, slot = np.unique(kind * layers + layer + 1, return_inverse=True)
     shape = (len(Phase), slots.shape[0], program.n_microbatches, program.n_chunks)
-    chunked = np.zeros(slots.shape[0], dtype=np.bool_)
-    chunked[slot[chunk > 0]] = True
     cell = (phase * shape[1] + slot) * shape[2] + microbatch
     cells = shape[0] * shape[1] * shape[2]
     whole = chunk == -1
     times = np.bincount(cell[~whole] * shape[3] + chunk[~whole], minlength=cells * shape[3]).reshape(shape)
     if whole.any():
         times = times + np.bincount(cell[whole], minlength=cells).reshape(shape[:3])[..., None]
-    exists = (np.arange(program.n_chunks) == 0) | chunked[:, None]
-    return _Coverage(slots // layers, slots % layers - 1, times, exists[:, None, :])
+    forward = np.isin(phase, (Phase.F, Phase.R))
+    counts = _chunks(slots // layers, slots % layers - 1, slot, forward, chunk, program.n_chunks)
+    exists = np.arange(program.n_chunks) < counts[:, :, None]  # [direction, slot, chunk]
+    # Each chunk of a P2P leads to another worker, and there need be none to the worker that has the data.
+    exists = np.where((slots // layers == int(Kind.P2P))[:, None], times.any(axis=(0, 2)), exists)
+    exists = exists[[1 if p in (Phase.F, Phase.R) else 0 for p in Phase]]
+    return _Coverage(slots // layers, slots % layers - 1, times, exists[:, :, None, :])
+
+
+def _chunks(
+    kind: LongArray, layer: LongArray, slot: NDArray[np.intp], forward: BoolArray, chunk: LongArray, n_chunks: int
+) -> LongArray:
+    """Chunks [direction, slots] that each slot (of `kind` and `layer`) must have; direction 1 is forward.
+
+    One, or all, or, of communications that share the chunks of halved experts
+    between them, its own number.
+    """
+    own = np.ones((2, kind.shape[0]), dtype=np.int64)
+    np.maximum.at(own, (forward.astype(np.int64), slot), chunk + 1)
+    compute = np.isin(kind, [int(k) for k in sorted(COMPUTE_KINDS)])
+    own[:, compute] = own[:, compute].max(axis=0)
+    partner = np.zeros_like(own)
+    for one, other in ((Kind.DISPATCH, Kind.COMBINE), (Kind.COMBINE, Kind.DISPATCH)):
+        a, b = np.flatnonzero(kind == int(one)), np.flatnonzero(kind == int(other))
+        _, at_a, at_b = np.intersect1d(layer[a], layer[b], assume_unique=True, return_indices=True)
+        partner[:, a[at_a]] = own[:, b[at_b]]
+    return np.where((own == 1) | (own + partner == n_chunks), own, n_chunks)
 
 
 def _demand(cover: _Coverage, phase: Phase, times: NDArray[np.int64], wanted: NDArray[np.int64] | int) -> None:
     """Raise for the first slot, micro-batch and chunk that a phase covers too rarely or too often."""
-    fault = cover.exists & (times != wanted)
+    fault = cover.exists[phase] & (times != wanted)
     if not fault.any():
         return
     index = np.argwhere(fault)[0]
@@ -139,7 +165,9 @@ def check_homes(program: Program) -> None:
     compute = np.isin(program.kind[rows], [int(k) for k in sorted(COMPUTE_KINDS)])
     back = ~compute & (program.phase[rows] == int(Phase.B))
     place = pack_key(program.worker[rows], program.peer[rows])
-    at = _disagreement(pack_key(program.kind[rows], layer, replica, back.astype(np.int32)), place)
+    # Chunks of a spread head, and of the P2P that leads to it, are on workers of their own.
+    part = np.where(np.isin(program.kind[rows], (Kind.HEAD, Kind.P2P)), program.chunk[rows], 0)
+    at = _disagreement(pack_key(program.kind[rows], layer, replica, back.astype(np.int32), part), place)
     if at is not None:
         first, second = (row_token(program, int(rows[i])) for i in at)
         raise PlanError(f"two places: {first} and {second} are the same layer on different workers")

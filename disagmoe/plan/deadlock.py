@@ -16,7 +16,8 @@ import numpy as np
 
 from disagmoe.kernels import topological_sweep
 from disagmoe.ops import Kind
-from disagmoe.plan.dependencies import Graph, LongArray, compress_edges, data_edges
+from disagmoe.plan.dependencies import Graph, data_edges
+from disagmoe.plan.edges import LongArray, compress_edges
 from disagmoe.plan.program import Program
 from disagmoe.plan.text import row_token
 

@@ -9,13 +9,26 @@ kind, phase, layer, micro-batch and chunk. This module decides the rules.
   reversed, after the last forward position.
 - Between neighbouring positions chunk c waits for chunk c where both have equally
   many chunks, otherwise every chunk waits for all of them; chunk -1 counts as one.
+- Experts with as many chunks as both their communications together are two halves:
+  see `halves.py`.
+- A head in several chunks is spread over workers: see `spread_head.py`.
 - W waits for its I. R waits for its F and comes before its B or I. A re-sent
   communication waits for the recompute of what it carries, and a recompute for
   the communication re-sent to it (same layer and micro-batch).
 - GRAD_SYNC in phase B waits for the worker's own B and W of that layer (layer -1:
   of all of them). OPTIM waits for every worker's GRAD_SYNC in phase B, as the
   gradient norm is global, and for those of its own gradients that no GRAD_SYNC
-  covers. GRAD_SYNC in phase F waits for the worker's OPTIM.
+  covers. GRAD_SYNC in phase F waits for the worker's OPTIM. Where a layer lives
+  in several replicas of one Program (DualPipe's two directions), its GRAD_SYNC
+  waits for the gradients of all of them: their sum is what is reduced.
+- A stage-level pair is one unit: what either of its two rows waits for, the first
+  waits for. The first carries the duration of the pair, the second has none and
+  follows on the same stream, so the results of both are there at the unit's end.
+- A P2P on a compute stream is no transfer but where its worker waits for one.
+  Consecutive ones are one batch (batch_isend_irecv and wait): the transfers start
+  after the compute before the batch, the compute behind it after all of them.
+- A forward waits for the backward whose place in memory it takes, where the Program
+  bounds what is in flight (`admission.py`).
 
 The order of a stream is not a data dependency and is not in the Graph.
 """
@@ -27,23 +40,24 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from disagmoe.ops import COMPUTE_KINDS, RECV_STREAMS, SEND_STREAMS, Kind, Phase
+from disagmoe.ops import COMPUTE_KINDS, COMPUTE_STREAMS, RECV_STREAMS, SEND_STREAMS, Kind, Phase
+from disagmoe.plan.admission import admission_rows
+from disagmoe.plan.edges import BoolArray, Edges, LongArray, compress_edges, join, link, pack_key
+from disagmoe.plan.halves import Halves, expert_halves, halves_edges
 from disagmoe.plan.program import IntArray, Program
+from disagmoe.plan.spread_head import spread_head_edges
 from disagmoe.plan.text import row_token
 
-LongArray = NDArray[np.int64]
-BoolArray = NDArray[np.bool_]
-Edges = tuple[LongArray, LongArray]  # (from, to), node numbers
-
 # Order inside a layer. STAGE replaces the whole layer in a stage-level Program.
-_POSITION = {Kind.ATTN: 0, Kind.DISPATCH: 1, Kind.FFN: 2, Kind.COMBINE: 3, Kind.P2P: 4, Kind.STAGE: 5}
-_POSITIONS = 6
+# Experts in two halves take two positions.
+_POSITION = {Kind.ATTN: 0, Kind.DISPATCH: 1, Kind.FFN: 2, Kind.COMBINE: 4, Kind.P2P: 5, Kind.STAGE: 6}
+_POSITIONS = 7
 _OFFSET = np.array([_POSITION.get(kind, 0) for kind in Kind], dtype=np.int64)
 _CHAIN = np.array([kind not in (Kind.GRAD_SYNC, Kind.OPTIM) for kind in Kind])
 _COMPUTE = np.array([kind in COMPUTE_KINDS and kind != Kind.OPTIM for kind in Kind])
 # Neighbours of which one is a communication: the recomputes that pass data to each other.
 _RECOMPUTE_LINKS = ((Kind.ATTN, Kind.DISPATCH), (Kind.DISPATCH, Kind.FFN), (Kind.FFN, Kind.COMBINE))
-_KEY_LIMIT = 1 << 62
+_NO_PHASE = -1  # of a node that only waits: no rule about phases applies to it
 
 
 class PlanError(ValueError):
@@ -79,6 +93,7 @@ class _Ops:
     layer: LongArray
     microbatch: LongArray
     chunk: LongArray
+    replica: LongArray
     worker: LongArray
 
     def where(self, kinds: BoolArray | Kind, *phases: Phase) -> LongArray:
@@ -95,13 +110,21 @@ def build_graph(program: Program) -> Graph:
     Linear in rows up to sorting; no Python loop over them.
     """
     node, first_row, second_row = _nodes(program)
-    columns = ("kind", "phase", "layer", "microbatch", "chunk", "worker")
+    columns = ("kind", "phase", "layer", "microbatch", "chunk", "replica", "worker")
     ops = _Ops(*(getattr(program, name)[first_row].astype(np.int64) for name in columns))
-    edges = [_chain_edges(ops), *_recompute_edges(ops), _weight_edges(ops), *_step_end_edges(ops)]
+    waits = np.flatnonzero(is_p2p_wait(program))
+    ops.phase[node[waits]] = _NO_PHASE
+    of_head, edges = spread_head_edges(program, first_row)
+    edges += [_chain_edges(ops, ~of_head), *_recompute_edges(ops), _weight_edges(ops), *_step_end_edges(ops)]
+    edges.append(_admission_edges(program, node))
+    if waits.size:
+        edges += _p2p_wait_edges(program, waits, node, second_row)
     n = first_row.shape[0]
-    succ_ptr, succ, indegree = compress_edges(
-        np.concatenate([e[0] for e in edges]), np.concatenate([e[1] for e in edges]), n
-    )
+    src, dst = (np.concatenate([e[side] for e in edges]) for side in (0, 1))
+    dst = _stage_units(program, node, n)[dst] if (program.pair >= 0).any() else dst
+    if waits.size:  # the compute before a batch is often what produced the data anyway
+        src, dst = np.divmod(np.unique(src * n + dst), n)
+    succ_ptr, succ, indegree = compress_edges(src, dst, n)
     return Graph(
         node=node,
         n_nodes=n,
@@ -113,39 +136,21 @@ def build_graph(program: Program) -> Graph:
     )
 
 
-def compress_edges(src: LongArray, dst: LongArray, n_nodes: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Edge list to (succ_ptr, succ, indegree), sorted by source, then destination."""
-    # One int64 key per edge: sorting it is deterministic and faster than sorting pairs.
-    src, dst = np.divmod(np.sort(src * n_nodes + dst), max(n_nodes, 1))
-    succ_ptr = np.zeros(n_nodes + 1, dtype=np.int32)
-    np.cumsum(np.bincount(src, minlength=n_nodes), out=succ_ptr[1:])
-    return succ_ptr, dst.astype(np.int32), np.bincount(dst, minlength=n_nodes).astype(np.int32)
-
-
 def data_edges(graph: Graph) -> Edges:
     """The data dependencies of a Graph as an edge list (from, to)."""
     src = np.repeat(np.arange(graph.n_nodes, dtype=np.int64), np.diff(graph.succ_ptr))
     return src, graph.succ.astype(np.int64)
 
 
-def pack_key(*columns: NDArray[np.integer]) -> LongArray:
-    """One int64 per row, equal where all columns are equal; sorts like the tuple of columns."""
-    key = np.zeros(columns[0].shape[0], dtype=np.int64)
-    span = 1
-    for column in columns:
-        low = int(column.min(initial=0))
-        width = int(column.max(initial=0)) - low + 1
-        if span * width >= _KEY_LIMIT:
-            values, key = np.unique(key, return_inverse=True)
-            span = values.shape[0]
-        key = key * width + (column.astype(np.int64) - low)
-        span *= width
-    return key
-
-
 def stream_mask(program: Program, streams: frozenset[int]) -> BoolArray:
     """Rows on one of these streams."""
     return np.isin(program.stream, sorted(int(s) for s in streams))
+
+
+def is_p2p_wait(program: Program) -> BoolArray:
+    """Rows at which compute waits for a pipeline transfer."""
+    mask: BoolArray = (program.kind == int(Kind.P2P)) & stream_mask(program, frozenset(COMPUTE_STREAMS))
+    return mask
 
 
 def _nodes(program: Program) -> tuple[IntArray, IntArray, IntArray]:
@@ -191,28 +196,71 @@ def match_transfers(
     raise PlanError(f"unmatched receive: {row_token(program, row)} has no send on worker {int(program.peer[row])}")
 
 
+def _stage_units(program: Program, node: IntArray, n_nodes: int) -> LongArray:
+    """The node that does the waiting for each node: of a stage-level pair the first, else itself."""
+    rows = np.flatnonzero((program.pair >= 0) & (program.kind == int(Kind.STAGE)))
+    unit = np.arange(n_nodes, dtype=np.int64)
+    _, first, member = np.unique(program.pair[rows], return_index=True, return_inverse=True)
+    unit[node[rows]] = node[rows[first]][member]
+    return unit
+
+
+def _p2p_wait_edges(program: Program, waits: NDArray[np.intp], node: IntArray, second_row: IntArray) -> list[Edges]:
+    """Transfers after the compute before their batch, and waits after their transfers, on both ends."""
+    columns = ("phase", "layer", "microbatch", "chunk", "replica")
+    key = pack_key(*(getattr(program, name) for name in columns), program.worker)
+    on_stream = stream_mask(program, frozenset(SEND_STREAMS | RECV_STREAMS))
+    ends = np.flatnonzero(on_stream & (program.kind == int(Kind.P2P)))
+    lost = ~np.isin(key[waits], key[ends])
+    if lost.any():
+        row = int(waits[lost.argmax()])
+        raise PlanError(
+            f"unmatched wait: {row_token(program, row)} waits for a transfer that its worker has no part in"
+        )
+    transfer, waiting = join(ends, key[ends], waits, key[waits])
+    # The last row before each wait that is no wait, if it is on the same stream.
+    at = np.where(is_p2p_wait(program), -1, np.arange(len(program)))
+    before = np.maximum.accumulate(at)[waiting]
+    stream = pack_key(program.worker, program.stream)
+    known = (before >= 0) & (stream[before] == stream[waiting])
+    as_node = node.astype(np.int64)
+    return [
+        (as_node[transfer], as_node[waiting]),
+        (as_node[before[known]], as_node[transfer[known]]),
+    ]
+
+
 def chain_position(kind: LongArray, layer: LongArray, n_layers: int) -> LongArray:
     """Place of an operation in the forward chain of its micro-batch, counted from 0."""
     at = np.where(kind == int(Kind.EMBED), -1, np.where(kind == int(Kind.HEAD), n_layers, layer))
     return (at + 1) * _POSITIONS + _OFFSET[kind]
 
 
-def _chain_edges(ops: _Ops) -> Edges:
-    """Forward chain, turn, backward chain of every micro-batch."""
+def _chain_edges(ops: _Ops, members: BoolArray) -> Edges:
+    """Forward chain, turn, backward chain of every micro-batch; `members` [nodes] take part."""
     nodes = ops.where(_CHAIN, Phase.F, Phase.B, Phase.I)
+    nodes = nodes[members[nodes]]
     n_layers = int(ops.layer.max(initial=-1)) + 1
+    forward = ops.phase[nodes] == int(Phase.F)
+    halves = expert_halves(ops.kind[nodes], ops.layer[nodes], forward, ops.chunk[nodes])
     position = chain_position(ops.kind[nodes], ops.layer[nodes], n_layers)
+    position = position + np.where(forward, halves.second, halves.first)
     last = (n_layers + 1) * _POSITIONS + _POSITIONS
-    position = np.where(ops.phase[nodes] == int(Phase.F), position, 2 * last - position)
+    position = np.where(forward, position, 2 * last - position)
     key = ops.microbatch[nodes] * (2 * last + 1) + position
     order = np.argsort(key, kind="stable")
     nodes, key = nodes[order], key[order]
+    halves = Halves(halves.first[order], halves.second[order])
     starts = np.concatenate([[True], key[1:] != key[:-1]])[: nodes.shape[0]]
     group = np.cumsum(starts) - 1
     group_microbatch = ops.microbatch[nodes[starts]]
     follows = np.concatenate([group_microbatch[1:] == group_microbatch[:-1], [False]])[: group_microbatch.shape[0]]
-    waits_for_me = np.where(follows[group], group + 1, -1)
-    return _link(nodes, waits_for_me, nodes, group, ops.chunk)
+    waits_for_me = np.where(follows[group] & ~halves.first, group + 1, -1)
+    src, dst = link(nodes, waits_for_me, nodes, group, ops.chunk)
+    if not halves.first.any():
+        return src, dst
+    more_src, more_dst = halves_edges(nodes, group, ops.chunk[nodes], halves)
+    return np.concatenate([src, more_src]), np.concatenate([dst, more_dst])
 
 
 def _recompute_edges(ops: _Ops) -> list[Edges]:
@@ -224,10 +272,10 @@ def _recompute_edges(ops: _Ops) -> list[Edges]:
     same_layer = pack_key(ops.layer, ops.microbatch)
     edges = []
     for src, dst in ((ops.where(_CHAIN, Phase.F), again), (again, ops.where(_CHAIN, Phase.B, Phase.I))):
-        edges.append(_link(src, same_op[src], dst, same_op[dst], ops.chunk))
+        edges.append(link(src, same_op[src], dst, same_op[dst], ops.chunk))
     for producer, consumer in _RECOMPUTE_LINKS:
         src, dst = again[ops.kind[again] == int(producer)], again[ops.kind[again] == int(consumer)]
-        edges.append(_link(src, same_layer[src], dst, same_layer[dst], ops.chunk))
+        edges.append(link(src, same_layer[src], dst, same_layer[dst], ops.chunk))
     return edges
 
 
@@ -235,7 +283,7 @@ def _weight_edges(ops: _Ops) -> Edges:
     """W after its I."""
     inputs, weights = ops.where(_CHAIN, Phase.I), ops.where(_CHAIN, Phase.W)
     same_op = pack_key(ops.kind, ops.layer, ops.microbatch)
-    return _link(inputs, same_op[inputs], weights, same_op[weights], ops.chunk)
+    return link(inputs, same_op[inputs], weights, same_op[weights], ops.chunk)
 
 
 def _step_end_edges(ops: _Ops) -> list[Edges]:
@@ -249,54 +297,37 @@ def _step_end_edges(ops: _Ops) -> list[Edges]:
     covered = np.isin(of_layer[gradients], of_layer[per_layer]) | np.isin(ops.worker[gradients], ops.worker[per_worker])
     bare = gradients[~covered]
     everywhere = np.zeros_like(ops.worker)
+    elsewhere = []
+    if ops.replica.any():
+        elsewhere = [_mirror_edges(ops, gradients, of_layer, per_layer)]
+        elsewhere += [_mirror_edges(ops, gradients, ops.worker, per_worker)]
     return [
-        _join(gradients, of_layer[gradients], per_layer, of_layer[per_layer]),
-        _join(gradients, ops.worker[gradients], per_worker, ops.worker[per_worker]),
-        _join(reduces, everywhere[reduces], optimizers, everywhere[optimizers]),
-        _join(bare, ops.worker[bare], optimizers, ops.worker[optimizers]),
-        _join(optimizers, ops.worker[optimizers], gathers, ops.worker[gathers]),
+        *elsewhere,
+        join(gradients, of_layer[gradients], per_layer, of_layer[per_layer]),
+        join(gradients, ops.worker[gradients], per_worker, ops.worker[per_worker]),
+        join(reduces, everywhere[reduces], optimizers, everywhere[optimizers]),
+        join(bare, ops.worker[bare], optimizers, ops.worker[optimizers]),
+        join(optimizers, ops.worker[optimizers], gathers, ops.worker[gathers]),
     ]
 
 
-def _link(src: LongArray, src_group: LongArray, dst: LongArray, dst_group: LongArray, chunk: LongArray) -> Edges:
-    """Edges between nodes of equal group: chunk by chunk where counts agree, else all to all."""
-    if not src.size or not dst.size:
-        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-    if chunk.min() == chunk.max():
-        return _join(src, src_group, dst, dst_group)
-    src_rank, src_count = _chunk_ranks(src_group, chunk[src])
-    dst_rank, dst_count = _chunk_ranks(dst_group, chunk[dst])
-    width = int(chunk.max() - chunk.min()) + 2
-    by_chunk_src = src_count == _lookup(dst_group, dst_count, src_group)
-    by_chunk_dst = dst_count == _lookup(src_group, src_count, dst_group)
-    src_key = src_group * width + np.where(by_chunk_src, src_rank + 1, 0)
-    dst_key = dst_group * width + np.where(by_chunk_dst, dst_rank + 1, 0)
-    return _join(src, src_key, dst, dst_key)
+def _mirror_edges(ops: _Ops, gradients: LongArray, scope: LongArray, reduces: LongArray) -> Edges:
+    """Gradients on other workers that are summed with those a reduction covers.
+
+    A reduction covers the gradients of equal `scope`; their other replicas have
+    the same kind and layer.
+    """
+    same = pack_key(ops.kind, ops.layer)
+    # One representative of every (scope, kind, layer), then reductions to what they cover, then to all replicas.
+    _, one = np.unique(pack_key(scope[gradients], same[gradients]), return_index=True)
+    held = gradients[one]
+    covered, reduction = join(held, scope[held], reduces, scope[reduces])
+    src, index = join(gradients, same[gradients], np.arange(covered.shape[0]), same[covered])
+    apart = scope[src] != scope[covered[index]]
+    return src[apart], reduction[index][apart]
 
 
-def _chunk_ranks(group: LongArray, chunk: LongArray) -> tuple[LongArray, LongArray]:
-    """Rank of each chunk among the distinct chunks of its group, and how many those are."""
-    width = int(chunk.max() - chunk.min()) + 1
-    distinct, inverse = np.unique(group * width + (chunk - chunk.min()), return_inverse=True)
-    owner = distinct // width
-    start = np.searchsorted(owner, owner, side="left")
-    count = np.searchsorted(owner, owner, side="right") - start
-    rank = np.arange(distinct.shape[0]) - start
-    return rank[inverse], count[inverse]
-
-
-def _lookup(keys: LongArray, values: LongArray, wanted: LongArray) -> LongArray:
-    """values[i] for some i with keys[i] == wanted, -1 where there is none."""
-    distinct, index = np.unique(keys, return_index=True)
-    at = np.minimum(np.searchsorted(distinct, wanted), distinct.shape[0] - 1)
-    return np.where(distinct[at] == wanted, values[index[at]], -1)
-
-
-def _join(src: LongArray, src_key: LongArray, dst: LongArray, dst_key: LongArray) -> Edges:
-    """All (from, to) with equal keys."""
-    order = np.argsort(src_key, kind="stable")
-    keys = src_key[order]
-    low = np.searchsorted(keys, dst_key, side="left")
-    count = np.searchsorted(keys, dst_key, side="right") - low
-    skip = np.repeat(low - (np.cumsum(count) - count), count)
-    return src[order][np.arange(skip.shape[0]) + skip], np.repeat(dst, count)
+def _admission_edges(program: Program, node: IntArray) -> Edges:
+    """Forwards that wait until a backward has freed what it holds."""
+    before, after = admission_rows(program)
+    return node[before].astype(np.int64), node[after].astype(np.int64)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from disagmoe.cost.comet import TileSplit
 from disagmoe.plan.program import Program
 
 
@@ -20,6 +21,7 @@ class Worker:
     `pool` is "A" (attention only), "F" (experts only) or "AF" (colocated).
     `gpus` counts the GPUs of the group, `nodes` the nodes they lie on, and
     `nic_gbs` is the NIC bandwidth one GPU of the group owns (GB/s, each way).
+    Groups of equal `node_ids` lie evenly on the same nodes; () shares no node.
     """
 
     name: str
@@ -27,6 +29,11 @@ class Worker:
     gpus: int
     nodes: int
     nic_gbs: float
+    node_ids: tuple[int, ...] = ()
+
+    def shares_nodes(self, other: Worker) -> bool:
+        """Both groups lie on the same nodes."""
+        return bool(self.node_ids) and self.node_ids == other.node_ids
 
 
 @dataclass(frozen=True)
@@ -90,10 +97,13 @@ class Layout:
     `ep` ranks share the experts of a layer. `transport` names who carries
     dispatch and combine ("nccl", "deepep", "m2n_rdma"); `merge` says how copies
     of one token are merged ("none", "rank", "node"). `chunks` is the number of
-    sub-operator splits of dispatch, experts and combine. `capacity_padded`
-    systems (Tutel) move and compute the maximum load, not the mean. With
-    `serial_exchange` nothing can run beside dispatch and combine, which gives
-    the tuner a sharper lower bound. `options`
+    sub-operator splits of dispatch, experts and combine; `tiles` is the finer cut of
+    a system whose exchange is fused with the experts (Comet). `capacity_padded`
+    systems (Tutel) move and compute `load` times the mean on every rank (None: the
+    maximum load) and drop `tokens_dropped` tokens per step and MoE layer; with
+    `two_level` their exchange goes through the node first (2DH). With
+    `serial_exchange` nothing but the experts of the same layer can run beside
+    dispatch and combine, which gives the tuner a sharper lower bound. `options`
     holds the system's own choices (order, virtual stages, ...) for its program
     generator; `details` is what a table prints.
     """
@@ -106,7 +116,11 @@ class Layout:
     transport: str
     merge: str
     chunks: int = 1
+    tiles: TileSplit | None = None
     capacity_padded: bool = False
+    load: float | None = None
+    tokens_dropped: int = 0
+    two_level: bool = False
     serial_exchange: bool = False
     options: Mapping[str, str | int | float] = field(default_factory=dict)
     details: Mapping[str, str | int | float] = field(default_factory=dict)

@@ -14,12 +14,15 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from disagmoe.cost.comet import TileCosts, exchange_of, tile_costs
 from disagmoe.cost.model import CostModel
 from disagmoe.cost.network import Transfer
 from disagmoe.ops import COMM_KINDS, SEND_STREAMS, Kind, Phase, Stream
+from disagmoe.plan.dependencies import is_p2p_wait
 from disagmoe.plan.memory import GRADIENT_BYTES, WEIGHT_BYTES, Holding, holdings, local_experts
 from disagmoe.plan.plan import Layout, Worker
 from disagmoe.plan.program import Program
+from disagmoe.specs.devices import device
 from disagmoe.specs.params import attention_params, expert_params, ffn_shared_params
 
 FloatArray = NDArray[np.float64]
@@ -60,6 +63,11 @@ class Pricing:
         )
 
 
+STATISTICS_BYTES = 12
+"""Of one token, from one shard of the vocabulary: the softmax's maximum and sum, and the target's logit, fp32."""
+
+_EXPERT_BLOCK = (Kind.DISPATCH, Kind.FFN, Kind.COMBINE)
+
 NOTHING = Transfer(seconds=0.0, nic_bytes=0.0, nvlink_bytes=0.0, link=1)
 
 
@@ -82,18 +90,57 @@ class LayoutCosts:
         """Tokens of one micro-batch on one attention rank."""
         self.holdings: tuple[Holding, ...] = holdings(layout, costs.model)
         experts = local_experts(self.model, layout.ep)
-        # The fullest rank holds ceil(E/ep) experts; skew is the load of the hottest rank over the mean.
-        self.imbalance = experts * layout.ep / self.model.experts * costs.workload.skew
+        self.load = costs.workload.skew if layout.load is None else layout.load
+        """Load of the hottest rank over the mean: the routing's skew, or what a capacity makes of it."""
+        # The fullest rank holds ceil(E/ep) experts.
+        self.imbalance = experts * layout.ep / self.model.experts * self.load
         self.local_experts = experts
+        self.tiles = cache(self._tile_costs)
         # Layers of one kind share their prices: (MoE?, window) is all that differs between them.
         self._of_type = cache(self._price_type)
 
-    def op(self, kind: Kind, phase: Phase, layer: int) -> Transfer:
-        """Cost of one operation (of one chunk, where the kind is chunked)."""
+    def op(self, kind: Kind, phase: Phase, layer: int, chunk: int = 0) -> Transfer:
+        """Cost of one operation (of one chunk, where the kind is chunked; they are alike but where there are tiles)."""
         if kind in (Kind.EMBED, Kind.HEAD):
             return _compute(self._ends(kind, phase))
-        last = layer == self.model.layers - 1
-        return self._of_type(kind, phase, self.model.is_moe(layer), self.model.window(layer), layer if last else -1)
+        if self.layout.tiles is not None and kind in _EXPERT_BLOCK and self.model.is_moe(layer):
+            return self._tile(kind, phase, chunk)
+        if kind in (Kind.DISPATCH, Kind.COMBINE) and self.layout.placement.disaggregated:
+            return self._m2n(kind, phase, layer)
+        return self._of_type(kind, phase, self.model.is_moe(layer), self.model.window(layer))
+
+    def experts_s(self, layer: int, phase: Phase) -> float:
+        """Compute of all chunks of one layer's FFN, in phase F or B."""
+        moe = self.model.is_moe(layer)
+        if self.layout.tiles is None or not moe:
+            return self.op(Kind.FFN, phase, layer).seconds * (self.layout.chunks if moe else 1)
+        if phase is Phase.F:
+            return self.tiles(Phase.F).compute_s
+        return self.tiles(Phase.I).compute_s + self.op(Kind.FFN, Phase.W, layer, -1).seconds
+
+    def exposed_s(self, layer: int, phase: Phase) -> float:
+        """Exchange of one layer that its own experts leave uncovered, undisturbed, in phase F or B.
+
+        Chunks: first exchanges, experts, second exchanges, as `colocated.py` orders
+        them. Tiles: see `cost.comet`; weight gradients cover what they can of the rest.
+        """
+        if self.layout.tiles is not None and self.model.is_moe(layer):
+            tiles = self.tiles(Phase.F if phase is Phase.F else Phase.I)
+            whole = self.experts_s(layer, phase)
+            computed = tiles.first_half_s + whole - sum(tiles.gemms[: len(tiles.first)])
+            return max(tiles.seconds, computed) - whole
+        first, second = (self.op(kind, phase, layer).seconds for kind in (Kind.DISPATCH, Kind.COMBINE))
+        if phase is not Phase.F:
+            first, second = second, first
+        d = self.layout.chunks if self.model.is_moe(layer) else 1
+        experts = self.op(Kind.FFN, phase, layer).seconds
+        ends = (
+            d * (first + second),
+            first + experts + d * second,
+            first + d * experts + second,
+            d * first + experts + second,
+        )
+        return max(ends) - d * experts
 
     def worker_op(self, kind: Kind, phase: Phase, layer: int, worker: int) -> Transfer:
         """Cost of a gradient synchronisation or optimizer step on one worker."""
@@ -109,7 +156,17 @@ class LayoutCosts:
         placement = self.layout.placement
         if kind is Kind.EMBED:
             return self.costs.embed(phase, self.tokens)
-        return self.costs.head(phase, self.tokens * self._spread(placement.workers[placement.head]))
+        heads = [placement.workers[w] for w in placement.heads]
+        tokens = self.tokens * self._spread(heads[0])
+        seconds = self.costs.head(phase, tokens, vocab_shards=len(heads))
+        if phase is Phase.F or len(heads) == 1:
+            return seconds
+        # Backward first needs every token's maximum, sum and target logit over all shards.
+        nodes = 1 if heads[0].shares_nodes(heads[1]) else len(heads)
+        statistics = self.costs.all_reduce(
+            nbytes=tokens * STATISTICS_BYTES, ranks=len(heads), nodes=nodes, nic_gbs=heads[0].nic_gbs
+        )
+        return seconds + statistics.seconds
 
     def _spread(self, worker: Worker) -> float:
         """Tokens on one GPU of `worker` per token on one attention rank."""
@@ -119,20 +176,23 @@ class LayoutCosts:
         placement = self.layout.placement
         return placement.workers[placement.attn[0]].gpus
 
-    def _price_type(self, kind: Kind, phase: Phase, moe: bool, window: int | None, last: int) -> Transfer:
-        layer = last if last >= 0 else self._representative(moe, window)
+    def _price_type(self, kind: Kind, phase: Phase, moe: bool, window: int | None) -> Transfer:
+        layer = self._representative(moe, window)
         placement = self.layout.placement
         if kind is Kind.ATTN:
             return _compute(self.costs.attention(layer, phase, float(self.layout.batch.sequences)))
         if kind is Kind.FFN:
             return _compute(self._ffn(layer, phase, moe))
+        if kind is Kind.P2P and placement.disaggregated:
+            # The final rows, from one F-group of a spread head to the next.
+            sender, taker = (placement.workers[w] for w in placement.heads[:2])
+            tokens, near = self.tokens * self._spread(sender), sender.shares_nodes(taker)
+            return self.costs.p2p(tokens=tokens, nic_gbs=sender.nic_gbs, inter_node=not near)
         if kind is Kind.P2P:
             # Neighbouring stages lie on different nodes as soon as one stage fills a node.
             worker = placement.workers[placement.attn[layer]]
             inter = worker.gpus >= self.costs.cluster.gpus_per_node
             return self.costs.p2p(tokens=self.tokens, nic_gbs=worker.nic_gbs, inter_node=inter)
-        if placement.disaggregated:
-            return self._m2n(kind, phase, layer, moe)
         return self._all_to_all(kind, phase, moe)
 
     def _representative(self, moe: bool, window: int | None) -> int:
@@ -152,48 +212,108 @@ class LayoutCosts:
     def _all_to_all(self, kind: Kind, phase: Phase, moe: bool) -> Transfer:
         if not moe:
             return NOTHING
+        transfer = self._fullest_rank(kind, phase)
+        # The fullest rank sets the time for everyone, but only padding makes every rank send that much.
+        return transfer if self.layout.capacity_padded else self._mean_bytes(transfer)
+
+    def _fullest_rank(self, kind: Kind, phase: Phase) -> Transfer:
+        """One chunk of a colocated exchange as the rank with the most rows sees it."""
         layout = self.layout
         worker = layout.placement.workers[0]
-        skew = self.costs.workload.skew
-        transfer = self.costs.all_to_all(
-            tokens=self.tokens / layout.chunks,
+        # A capacity below the mean load thins the tokens out; the fullest rank is then like all others.
+        tokens = self.tokens / layout.chunks * min(1.0, self.load)
+        exchange = self.costs.two_level_all_to_all if layout.two_level else self.costs.all_to_all
+        return exchange(
+            tokens=tokens,
             ep=layout.ep,
-            nodes=max(1, -(-layout.ep * worker.nodes // worker.gpus)),
+            nodes=self._ep_nodes(),
             transport=layout.transport,
             merge=layout.merge,
             nic_gbs=worker.nic_gbs,
             phase=phase,
             combine=kind is Kind.COMBINE,
-            volume_factor=skew,
+            volume_factor=max(1.0, self.load),
         )
-        # The fullest rank sets the time for everyone, but only padding makes every rank send that much.
-        return transfer if layout.capacity_padded else replace(transfer, nic_bytes=transfer.nic_bytes / skew)
 
-    def _m2n(self, kind: Kind, phase: Phase, layer: int, moe: bool) -> Transfer:
+    def _ep_nodes(self) -> int:
+        """Nodes an expert-parallel group of a colocated system lies on."""
+        worker = self.layout.placement.workers[0]
+        return max(1, -(-self.layout.ep * worker.nodes // worker.gpus))
+
+    def _mean_bytes(self, transfer: Transfer) -> Transfer:
+        return replace(transfer, nic_bytes=transfer.nic_bytes / max(1.0, self.load))
+
+    def _tile(self, kind: Kind, phase: Phase, chunk: int) -> Transfer:
+        """One tile group, or, for chunk -1, the whole of the experts without an exchange."""
+        if kind is Kind.FFN and chunk < 0:
+            return _compute(self._ffn(self._moe_layer, phase, moe=True))
+        backward = phase in (Phase.B, Phase.I)
+        tiles = self.tiles(Phase.I if backward else Phase.F)
+        if kind is Kind.FFN:
+            return _compute(tiles.gemms[chunk])
+        arriving = (kind is Kind.DISPATCH) != backward
+        return self._mean_bytes((tiles.first if arriving else tiles.second)[chunk])
+
+    @property
+    def _moe_layer(self) -> int:
+        return next(layer for layer in range(self.model.layers) if self.model.is_moe(layer))
+
+    def _tile_costs(self, phase: Phase) -> TileCosts:
+        """All tile groups of one MoE layer, in phase F or I."""
+        layout, costs, split = self.layout, self.costs, self.layout.tiles
+        if split is None:
+            raise ValueError(f"{layout.system} has no tiles")
+        nic_gbs, nodes = layout.placement.workers[0].nic_gbs, self._ep_nodes()
+        home_s = costs.ffn(self._moe_layer, phase, home_tokens=self.tokens, rows=0.0, local_experts=0.0)
+        rows = self.tokens * self.model.top_k * self.imbalance
+        if split.gather:
+            both = costs.gathered(tokens=self.tokens, ep=layout.ep, nic_gbs=nic_gbs, volume_factor=max(1.0, self.load))
+        else:
+            both = (self._fullest_rank(Kind.DISPATCH, phase), self._fullest_rank(Kind.COMBINE, phase))
+        fan_out = layout.merge == "node" and nodes > 1 and not split.gather
+        arriving, leaving = (exchange_of(t, costs.network, nic_gbs, fan_out=fan_out) for t in both)
+        return tile_costs(
+            split,
+            costs.expert_halves(phase, rows, float(self.local_experts)),
+            home_s,
+            arriving,
+            leaving,
+            sms=device(costs.cluster.device).sms,
+            stretch=costs.contention(layout.transport).comm,
+        )
+
+    def _m2n(self, kind: Kind, phase: Phase, layer: int) -> Transfer:
         layout, placement = self.layout, self.layout.placement
-        senders = placement.workers[placement.attn[layer]]
-        receivers = placement.workers[placement.ffn[layer]]
-        if kind is Kind.COMBINE and layer == self.model.layers - 1:
+        experts = placement.workers[placement.ffn[layer]]
+        if kind is Kind.COMBINE and layer < self.model.layers - 1:
+            attention = placement.workers[placement.attn[layer + 1]]
+        else:
+            attention = placement.workers[placement.attn[layer] if kind is Kind.DISPATCH else placement.head]
+        if attention.pool == "F":
             # The head follows on the F-group itself: partial rows meet on the token's home rank.
             return self.costs.all_to_all(
-                tokens=self.tokens * self._spread(receivers),
-                ep=receivers.gpus,
-                nodes=receivers.nodes,
+                tokens=self.tokens * self._spread(experts),
+                ep=experts.gpus,
+                nodes=experts.nodes,
                 transport=layout.transport,
                 merge=layout.merge,
-                nic_gbs=receivers.nic_gbs,
+                nic_gbs=experts.nic_gbs,
                 phase=phase,
                 combine=True,
             )
+        moe, near = self.model.is_moe(layer), attention.shares_nodes(experts)
+        # Experts lie evenly on the nodes; the home ranks of a dense layer are where the tokens come from.
+        share = (1.0 / experts.nodes if moe else 1.0) if near else 0.0
         return self.costs.m2n(
             tokens=self.tokens,
-            senders=senders,
-            receivers=receivers,
+            senders=attention,
+            receivers=experts,
             copies="experts" if moe else "one",
             transport=layout.transport,
             merge=layout.merge,
             phase=phase,
             combine=kind is Kind.COMBINE,
+            local=share,
         )
 
     def _layer_params(self, layer: int, worker: int) -> tuple[float, float]:
@@ -203,9 +323,9 @@ class LayoutCosts:
             whole = self.holdings[worker]
             owned = [self._layer_params(x, worker) for x in range(self.model.layers)]
             return whole.dense - sum(d for d, _ in owned), 0.0
-        dense = attention_params(self.model, layer) if placement.attn[layer] == worker else 0
+        dense = attention_params(self.model, layer) if worker in placement.holders(placement.attn[layer]) else 0
         expert = 0
-        if placement.ffn[layer] == worker:
+        if worker in placement.holders(placement.ffn[layer]):
             dense += ffn_shared_params(self.model, layer)
             expert = self.local_experts * expert_params(self.model) if self.model.is_moe(layer) else 0
         return float(dense), float(expert)
@@ -219,7 +339,7 @@ class LayoutCosts:
         parts = []
         for params, ranks in ((dense, holding.dense_ranks), (expert, holding.expert_ranks)):
             # Ranks that replicate an expert sit on different nodes wherever a group fills its nodes.
-            nodes = min(ranks, w.nodes * self.layout.placement.replicas)
+            nodes = min(ranks, w.nodes * self.layout.placement.copies, self.costs.cluster.nodes)
             parts.append(collective(nbytes=params * item_bytes, ranks=ranks, nodes=nodes, nic_gbs=w.nic_gbs))
         return Transfer(
             seconds=parts[0].seconds + parts[1].seconds,
@@ -233,7 +353,10 @@ def price(layout: Layout, program: Program, costs: CostModel) -> Pricing:
     """Price every row of a Program of this Layout."""
     prices = LayoutCosts(layout, costs)
     depth = program.n_layers + 1
-    code = (program.kind.astype(np.int64) * len(Phase) + program.phase) * depth + program.layer + 1
+    # Chunks cost the same but where they are tiles.
+    chunks = program.n_chunks + 1 if layout.tiles is not None else 1
+    chunk = program.chunk + 1 if layout.tiles is not None else 0
+    code = ((program.kind.astype(np.int64) * len(Phase) + program.phase) * depth + program.layer + 1) * chunks + chunk
     per_worker = (program.kind == Kind.GRAD_SYNC) | (program.kind == Kind.OPTIM)
     code = np.where(per_worker, -1 - (code * program.n_workers + program.worker), code)
     unique, inverse = np.unique(code, return_inverse=True)
@@ -241,16 +364,19 @@ def price(layout: Layout, program: Program, costs: CostModel) -> Pricing:
     table = []
     for value in unique.tolist():
         key, worker = divmod(-1 - value, program.n_workers) if value < 0 else (value, -1)
+        key, part = divmod(key, chunks)
         kind_phase, layer = divmod(key, depth)
         kind, phase = Kind(kind_phase // len(Phase)), Phase(kind_phase % len(Phase))
         table.append(
-            prices.op(kind, phase, layer - 1) if worker < 0 else prices.worker_op(kind, phase, layer - 1, worker)
+            prices.op(kind, phase, layer - 1, part - 1 if chunks > 1 else 0)
+            if worker < 0
+            else prices.worker_op(kind, phase, layer - 1, worker)
         )
 
     def column(values: list[float]) -> FloatArray:
         return np.asarray(values, dtype=np.float64)[inverse]
 
-    duration_s = column([t.seconds for t in table])
+    duration_s = np.where(is_p2p_wait(program), 0.0, column([t.seconds for t in table]))
     comm = np.isin(program.kind, [int(k) for k in COMM_KINDS])
     duration_s = duration_s * np.where(comm, 1.0, _straggle(program, costs))
     sends = np.isin(program.stream, [int(s) for s in (*SEND_STREAMS, Stream.COLL, Stream.SYNC, Stream.NVLINK)])
@@ -281,30 +407,41 @@ def _contention(
     exchange = costs.contention(layout.transport)
     other = costs.contention(GRAD_TRANSPORT)
     carried = np.isin(program.kind, (int(Kind.DISPATCH), int(Kind.COMBINE)))
-    compute = np.where(comm, np.where(carried, exchange.compute, other.compute), 1.0)
+    # The SMs of a tiled exchange are taken out of its GEMMs already.
+    taken = 1.0 if layout.tiles is not None else exchange.compute
+    compute = np.where(comm, np.where(carried, taken, other.compute), 1.0)
     slowed = np.where(comm, np.where(carried, exchange.comm, other.comm), 1.0)
     return compute, slowed
 
 
 def lower_bound_s(layout: Layout, costs: CostModel) -> float:
-    """A time no schedule of this Layout can beat: its busiest worker's own work.
+    """A time no schedule of this Layout can beat: the busiest worker's own compute, or its exchange.
 
-    Where nothing can run beside dispatch and combine (`serial_exchange`, no
-    overlap by design), they count as work of the worker too.
+    Where nothing but its own experts can run beside a layer's exchange
+    (`serial_exchange`), what they leave of it adds up with the compute. A mirrored worker does half of the
+    micro-batches of what it is listed with, and half of its mirror's.
     """
     prices = LayoutCosts(layout, costs)
     placement = layout.placement
-    busy = [0.0] * len(placement.workers)
+    compute, exchange = ([0.0] * len(placement.workers) for _ in range(2))
+
+    def add(busy: list[float], worker: int, seconds: float) -> None:
+        holders = placement.holders(worker)
+        for holder in holders:
+            busy[holder] += seconds / len(holders)
+
     for layer in range(costs.model.layers):
-        moe = costs.model.is_moe(layer)
-        chunks = layout.chunks if moe else 1
         for phase in (Phase.F, Phase.B):
-            busy[placement.attn[layer]] += prices.op(Kind.ATTN, phase, layer).seconds
-            busy[placement.ffn[layer]] += prices.op(Kind.FFN, phase, layer).seconds * chunks
+            add(compute, placement.attn[layer], prices.op(Kind.ATTN, phase, layer).seconds)
+            add(compute, placement.ffn[layer], prices.experts_s(layer, phase))
             if layout.serial_exchange:
+                add(exchange, placement.ffn[layer], prices.exposed_s(layer, phase))
+            elif not placement.disaggregated:
                 for kind in (Kind.DISPATCH, Kind.COMBINE):
-                    busy[placement.ffn[layer]] += prices.op(kind, phase, layer).seconds * chunks
+                    add(exchange, placement.ffn[layer], prices.op(kind, phase, layer).seconds)
     for phase in (Phase.F, Phase.B):
-        busy[placement.embed] += prices.op(Kind.EMBED, phase, -1).seconds
-        busy[placement.head] += prices.op(Kind.HEAD, phase, -1).seconds
-    return max(busy) * layout.batch.microbatches
+        add(compute, placement.embed, prices.op(Kind.EMBED, phase, -1).seconds)
+        for head in placement.heads:
+            add(compute, head, prices.op(Kind.HEAD, phase, -1).seconds)
+    combine = sum if layout.serial_exchange else max
+    return max(map(combine, zip(compute, exchange, strict=True))) * layout.batch.microbatches

@@ -46,6 +46,11 @@ class Program:
     execution order. `n_layers` counts layers (virtual stages in a stage-level
     Program), `n_chunks` the sub-operator splits every chunked operation has.
     All columns are int32 arrays of shape [rows].
+
+    `in_flight` bounds, per worker, the layers whose forward has started and whose
+    backward has not ended (see `admission.py`); () bounds nothing. A worker whose
+    forwards and backwards are on streams of their own needs it: nothing else keeps
+    its forwards from running ahead.
     """
 
     n_workers: int
@@ -62,6 +67,7 @@ class Program:
     replica: IntArray
     peer: IntArray
     pair: IntArray
+    in_flight: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return int(self.worker.shape[0])
@@ -88,7 +94,14 @@ class Program:
 
     @classmethod
     def from_rows(
-        cls, rows: Sequence[Row], *, n_workers: int, n_layers: int, n_microbatches: int, n_chunks: int = 1
+        cls,
+        rows: Sequence[Row],
+        *,
+        n_workers: int,
+        n_layers: int,
+        n_microbatches: int,
+        n_chunks: int = 1,
+        in_flight: tuple[int, ...] = (),
     ) -> Program:
         """Pack rows given in any stream order; order within a stream is kept."""
         table = np.array(
@@ -96,15 +109,34 @@ class Program:
             dtype=np.int32,
         ).reshape(len(rows), len(COLUMNS))
         return cls.from_table(
-            table, n_workers=n_workers, n_layers=n_layers, n_microbatches=n_microbatches, n_chunks=n_chunks
+            table,
+            n_workers=n_workers,
+            n_layers=n_layers,
+            n_microbatches=n_microbatches,
+            n_chunks=n_chunks,
+            in_flight=in_flight,
         )
 
     @classmethod
     def from_table(
-        cls, table: IntArray, *, n_workers: int, n_layers: int, n_microbatches: int, n_chunks: int = 1
+        cls,
+        table: IntArray,
+        *,
+        n_workers: int,
+        n_layers: int,
+        n_microbatches: int,
+        n_chunks: int = 1,
+        in_flight: tuple[int, ...] = (),
     ) -> Program:
         """Pack an int array [rows, len(COLUMNS)]; a stable sort groups the streams."""
         order = np.argsort(table[:, 0].astype(np.int64) * len(Stream) + table[:, 1], kind="stable")
         packed = np.ascontiguousarray(table[order].T.astype(np.int32))
         columns = dict(zip(COLUMNS, packed, strict=True))
-        return cls(n_workers=n_workers, n_layers=n_layers, n_microbatches=n_microbatches, n_chunks=n_chunks, **columns)
+        return cls(
+            n_workers=n_workers,
+            n_layers=n_layers,
+            n_microbatches=n_microbatches,
+            n_chunks=n_chunks,
+            in_flight=in_flight,
+            **columns,
+        )

@@ -9,6 +9,9 @@ and `&pair`; `-` stands for -1.
     w0 COMPUTE: E-F0 A0F0 A0B0 E-B0
     w0 SEND: D0F0>1 D0F0.1>1
 
+A Program with bounds on what is in flight has `in_flight=4,3` (one number per
+worker) at the end of its header.
+
 The stage projection (written only) is what pipeline papers and
 torch.distributed.pipelining print: `0F0 1F0 (0F1;1B0)OVERLAP_F_B 0B0`.
 """
@@ -27,7 +30,9 @@ _TOKEN = re.compile(
     rf"([{''.join(_KIND_OF)}]){_NUMBER}([{''.join(p.name for p in Phase)}]){_NUMBER}"
     rf"(?:\.{_NUMBER})?(?:~{_NUMBER})?(?:([<>]){_NUMBER})?(?:&{_NUMBER})?"
 )
-_HEADER = re.compile(r"program workers=(\d+) layers=(\d+) microbatches=(\d+) chunks=(\d+)")
+_HEADER = re.compile(
+    r"program workers=(\d+) layers=(\d+) microbatches=(\d+) chunks=(\d+)(?: in_flight=(\d+(?:,\d+)*))?"
+)
 _LINE = re.compile(r"w(\d+) (\w+):(.*)")
 
 
@@ -66,6 +71,8 @@ def to_text(program: Program) -> str:
         f"program workers={program.n_workers} layers={program.n_layers}"
         f" microbatches={program.n_microbatches} chunks={program.n_chunks}"
     )
+    if program.in_flight:
+        header += f" in_flight={','.join(str(limit) for limit in program.in_flight)}"
     body = [f"w{worker} {stream.name}: {' '.join(tokens)}" for (worker, stream), tokens in sorted(lines.items())]
     return "\n".join([header, *body]) + "\n"
 
@@ -79,7 +86,8 @@ def from_text(text: str) -> Program:
     content = [(i, line) for i, line in numbered if line and not line.startswith("#")]
     if not content or not (header := _HEADER.fullmatch(content[0][1])):
         raise ValueError("program text must start with 'program workers=<n> layers=<n> microbatches=<n> chunks=<n>'")
-    n_workers, n_layers, n_microbatches, n_chunks = (int(x) for x in header.groups())
+    n_workers, n_layers, n_microbatches, n_chunks = (int(x) for x in header.groups()[:4])
+    in_flight = tuple(int(x) for x in header[5].split(",")) if header[5] else ()
     rows: list[Row] = []
     for number, line in content[1:]:
         match = _LINE.fullmatch(line)
@@ -91,7 +99,12 @@ def from_text(text: str) -> Program:
         worker, stream = int(match[1]), Stream[match[2]]
         rows += [_row(worker, stream, token, number) for token in match[3].split()]
     return Program.from_rows(
-        rows, n_workers=n_workers, n_layers=n_layers, n_microbatches=n_microbatches, n_chunks=n_chunks
+        rows,
+        n_workers=n_workers,
+        n_layers=n_layers,
+        n_microbatches=n_microbatches,
+        n_chunks=n_chunks,
+        in_flight=in_flight,
     )
 
 
@@ -127,7 +140,9 @@ def _stage_tokens(program: Program, rows: Sequence[int], stages: Sequence[int] |
         if op.kind not in ((Kind.STAGE,) if stages is None else (Kind.ATTN, Kind.FFN)):
             continue
         stage = op.layer if stages is None else stages[op.layer]
-        token = f"{stage}{op.phase.name}{op.microbatch}"
+        # Layer by layer a pair's backward is in two parts, as a unit it is one.
+        parted = stages is not None and pair != -1 and op.phase in (Phase.I, Phase.W)
+        token = f"{stage}{'B' if parted else op.phase.name}{op.microbatch}"
         if token in seen:
             continue
         seen.add(token)

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from disagmoe.ops import COMM_KINDS, COMPUTE_KINDS, COMPUTE_STREAMS, RECV_STREAMS, SEND_STREAMS, Kind, Phase, Stream
 from disagmoe.plan.completeness import check_complete, check_homes, check_recompute, check_step_end
 from disagmoe.plan.deadlock import find_deadlock
-from disagmoe.plan.dependencies import BoolArray, Graph, PlanError, build_graph, data_edges, pack_key, stream_mask
+from disagmoe.plan.dependencies import Graph, PlanError, build_graph, data_edges, is_p2p_wait, stream_mask
+from disagmoe.plan.edges import BoolArray, pack_key
 from disagmoe.plan.plan import Plan
 from disagmoe.plan.program import IntArray, Program
 from disagmoe.plan.text import row_token
@@ -33,7 +34,7 @@ _STREAMS_OF: dict[Kind, frozenset[Stream]] = {
     **dict.fromkeys(COMPUTE_KINDS, frozenset(COMPUTE_STREAMS)),
     Kind.DISPATCH: _TRANSFER_STREAMS | _COLLECTIVES,
     Kind.COMBINE: _TRANSFER_STREAMS | _COLLECTIVES,
-    Kind.P2P: frozenset(_TRANSFER_STREAMS),
+    Kind.P2P: frozenset(_TRANSFER_STREAMS | COMPUTE_STREAMS),  # on a compute stream: where the worker waits for it
     Kind.GRAD_SYNC: _COLLECTIVES | {Stream.SYNC},
 }
 _PHASES_OF: dict[Kind, tuple[Phase, ...]] = {
@@ -107,6 +108,8 @@ def _check_columns(program: Program) -> None:
         raise PlanError(
             f"row {i + 1}: {row_token(program, i + 1)} is not grouped by worker and stream with its own stream"
         )
+    if program.in_flight and (len(program.in_flight) != program.n_workers or min(program.in_flight) < 1):
+        raise PlanError(f"in_flight {program.in_flight}: needs one bound of at least 1 for each worker, or none at all")
     _check_fields(program)
 
 
@@ -149,11 +152,11 @@ def _check_streams(program: Program) -> None:
 
 
 def _check_once(program: Program) -> None:
-    """No operation twice. Work of a micro-batch exists once anywhere, step work once per worker."""
-    is_recv = stream_mask(program, frozenset(RECV_STREAMS))
-    place = np.where(program.microbatch == -1, program.worker, -1)
+    """No operation twice. Work of a micro-batch exists once anywhere, step work and waiting once per worker."""
+    is_recv, waits = stream_mask(program, frozenset(RECV_STREAMS)), is_p2p_wait(program)
+    place = np.where((program.microbatch == -1) | waits, program.worker, -1)
     columns = (program.kind, program.phase, program.layer, program.microbatch, program.chunk, program.replica)
-    key = pack_key(*columns, place, is_recv.astype(np.int32))
+    key = pack_key(*columns, place, is_recv.astype(np.int32) + 2 * waits)
     ordered = np.sort(key)
     if (i := _first(ordered[1:] == ordered[:-1])) is None:
         return
@@ -186,7 +189,7 @@ def _check_pairs(program: Program) -> None:
     """One forward and one backward of different micro-batches on one worker; a unit where stages are paired.
 
     In a layer-level Program a pair labels all operations of the forward and of
-    the backward that run side by side.
+    the backward (its weight gradients too) that run side by side.
     """
     rows = np.flatnonzero(program.pair >= 0)
     if not rows.size:
@@ -195,15 +198,17 @@ def _check_pairs(program: Program) -> None:
     pair, phase = program.pair[rows], program.phase[rows]
     start = np.flatnonzero(np.concatenate([[True], pair[1:] != pair[:-1]]))
     size = np.diff(np.append(start, rows.shape[0]))
+    whole = program.kind[rows] == int(Kind.STAGE)
     forward, backward = phase == int(Phase.F), np.isin(phase, (Phase.B, Phase.I))
+    backward |= (phase == int(Phase.W)) & ~whole
     first_f, last_f = _range(program.microbatch[rows], forward, start)
     first_b, last_b = _range(program.microbatch[rows], backward, start)
     low, high = _range(program.worker[rows], forward | backward, start)
-    stages = np.logical_or.reduceat(program.kind[rows] == int(Kind.STAGE), start)
+    stages = np.logical_or.reduceat(whole, start)
     adjacent = (size == 2) & (rows[start + size - 1] - rows[start] == 1)
     same_stream = np.equal(*_range(program.stream[rows], forward | backward, start))
     faults = (
-        (np.logical_or.reduceat(~(forward | backward), start), "has a phase other than F, B and I"),
+        (np.logical_or.reduceat(~(forward | backward), start), "has a phase other than F, B and I (or, of layers, W)"),
         ((first_f != last_f) | (first_b != last_b), "is not one forward and one backward"),
         (first_f == first_b, "has its forward and its backward on the same micro-batch"),
         (low != high, "lies on several workers"),
@@ -227,11 +232,17 @@ def _check_places(program: Program, graph: Graph) -> None:
     Stage-level Programs leave the transfers out and are not asked.
     """
     row = graph.first_row
-    chain = ~np.isin(program.kind[row], (Kind.GRAD_SYNC, Kind.OPTIM, Kind.STAGE))
+    waits = is_p2p_wait(program)
+    chain = ~np.isin(program.kind[row], (Kind.GRAD_SYNC, Kind.OPTIM, Kind.STAGE)) & ~waits[row]
     chain &= np.isin(program.phase[row], (Phase.F, Phase.B, Phase.I))
     leaves = np.where(graph.second_row >= 0, program.peer[row], program.worker[row])
     src, dst = data_edges(graph)
     apart = chain[src] & chain[dst] & (leaves[src] != program.worker[row][dst])
+    # Between the chunks of a spread head only the softmax statistics travel, and HEAD in backward gathers them itself.
+    apart &= ~((program.kind[row][src] == int(Kind.HEAD)) & (program.kind[row][dst] == int(Kind.HEAD)))
+    if waits.any():  # a transfer also waits for the compute before its batch at the receiver: an order, no data
+        received = graph.second_row[dst] >= 0
+        apart &= ~(received & (program.worker[row][src] == program.worker[graph.second_row[dst]]))
     if (i := _first(apart)) is not None:
         source, target = row_token(program, int(row[src[i]])), row_token(program, int(row[dst[i]]))
         raise PlanError(f"missing transfer: {target} needs the result of {source}, which is not on its worker")

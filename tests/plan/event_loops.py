@@ -7,13 +7,14 @@ loop), so agreement with it means something.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from disagmoe.ops import Kind, Phase, Stream
 from disagmoe.plan.orders import StageOrder
 from disagmoe.plan.program import Program
 
 Action = tuple[str, int, int]  # ("F" or "B", chunk, micro-batch)
-AfOp = tuple[Kind, Phase, int, int]  # kind, phase, layer, micro-batch
+AfOp = tuple[Kind, Phase, int, int, int]  # kind, phase, layer, micro-batch, chunk
 
 
 def actions(order: StageOrder) -> list[Action]:
@@ -53,12 +54,46 @@ def stage_makespan(orders: Sequence[Sequence[Action]], v: int, forward: float, b
 
 
 def af_chain(layers: int, b: int) -> list[AfOp]:
-    """Everything one micro-batch goes through in AF-Pipe, in order."""
+    """Everything one micro-batch goes through in AF-Pipe with the head on one worker, in order."""
     there = [(Kind.EMBED, -1)]
     for layer in range(layers):
         there += [(k, layer) for k in (Kind.ATTN, Kind.DISPATCH, Kind.FFN, Kind.COMBINE)]
     there.append((Kind.HEAD, -1))
-    return [(k, Phase.F, n, b) for k, n in there] + [(k, Phase.B, n, b) for k, n in reversed(there)]
+    return [(k, Phase.F, n, b, 0) for k, n in there] + [(k, Phase.B, n, b, 0) for k, n in reversed(there)]
+
+
+def af_needs(p: int, layers: int, head: str, m: int) -> dict[AfOp, list[AfOp]]:
+    """What every operation waits for, written out."""
+    needs: dict[AfOp, list[AfOp]] = {}
+    for b in range(m):
+        chain = af_chain(layers, b)
+        needs.update({op: [before] for before, op in pairwise(chain)})
+        needs[chain[0]] = []
+        if head == "spread" and p > 1:
+            needs.update(_spread_needs(p, layers, b))
+    return needs
+
+
+def _spread_needs(p: int, layers: int, b: int) -> dict[AfOp, list[AfOp]]:
+    """The last layer's group `last` starts the rows on their way over last + 1, ..., and sums the gradients up."""
+    last = (layers - 1) % p
+    path = [(last + i) % p for i in range(1, p)]
+
+    def head(phase: Phase, g: int) -> AfOp:
+        return Kind.HEAD, phase, -1, b, g
+
+    def hop(phase: Phase, g: int) -> AfOp:
+        return Kind.P2P, phase, layers - 1, b, g
+
+    rows, gradients = (Kind.COMBINE, Phase.F, layers - 1, b, 0), (Kind.COMBINE, Phase.B, layers - 1, b, 0)
+    needs = {head(Phase.B, g): [head(Phase.F, other) for other in range(p)] for g in range(p)}
+    needs[head(Phase.F, last)] = [rows]
+    for i, g in enumerate(path):
+        needs[hop(Phase.F, g)] = [hop(Phase.F, path[i - 1]) if i else rows]
+        needs[head(Phase.F, g)] = [hop(Phase.F, g)]
+        needs[hop(Phase.B, g)] = [head(Phase.B, g), *(hop(Phase.B, h) for h in path[i + 1 : i + 2])]
+    needs[gradients] = [head(Phase.B, last), hop(Phase.B, path[0])]
+    return needs
 
 
 def af_streams(program: Program) -> dict[tuple[int, Stream], list[AfOp]]:
@@ -66,19 +101,21 @@ def af_streams(program: Program) -> dict[tuple[int, Stream], list[AfOp]]:
     streams: dict[tuple[int, Stream], list[AfOp]] = {}
     for row in program.rows():
         if row.op.microbatch >= 0:
-            op = (row.op.kind, row.op.phase, row.op.layer, row.op.microbatch)
+            op = (row.op.kind, row.op.phase, row.op.layer, row.op.microbatch, row.op.chunk)
             streams.setdefault((row.worker, row.stream), []).append(op)
     return streams
 
 
 def af_run(
-    streams: dict[tuple[int, Stream], list[AfOp]], layers: int, m: int, seconds: Callable[[AfOp], float]
+    streams: dict[tuple[int, Stream], list[AfOp]],
+    needs: dict[AfOp, list[AfOp]],
+    seconds: Callable[[AfOp], float],
+    limits: Sequence[int] = (),
 ) -> dict[AfOp, float] | None:
-    """End of every operation with rendezvous on in-order streams; None where it deadlocks."""
-    before: dict[AfOp, AfOp | None] = {}
-    for b in range(m):
-        chain = af_chain(layers, b)
-        before.update(zip(chain, [None, *chain[:-1]], strict=True))
+    """End of every operation with rendezvous on in-order streams; None where it deadlocks.
+
+    Streams do not slow each other here. `limits`: layers a worker may hold at once.
+    """
     ends_needed: dict[AfOp, int] = {}
     for ops in streams.values():
         for op in ops:
@@ -87,20 +124,34 @@ def af_run(
     end: dict[AfOp, float] = {}
     at, clock = dict.fromkeys(keys, 0), dict.fromkeys(keys, 0.0)
     arrived: dict[AfOp, list[tuple[int, Stream]]] = {}
+    freed: dict[int, list[float]] = {w: [] for w, _ in keys}  # when each backward ended
+    begun = dict.fromkeys(freed, 0)
     moved = True
     while moved:
         moved = False
         for key in keys:
             while at[key] < len(streams[key]):
                 op = streams[key][at[key]]
+                kind, phase, layer, _, _ = op
                 here = arrived.setdefault(op, [])
                 if key not in here:
                     here.append(key)
-                needs = before[op]
-                if len(here) < ends_needed[op] or (needs is not None and needs not in end):
+                wanted = needs[op]
+                if len(here) < ends_needed[op] or any(n not in end for n in wanted):
                     break
-                start = max([end[needs] if needs else 0.0, *(clock[k] for k in here)])
+                start = max([0.0, *(end[n] for n in wanted), *(clock[k] for k in here)])
+                w = key[0]
+                opens = phase == Phase.F and (kind in (Kind.EMBED, Kind.FFN) or (kind == Kind.ATTN and layer > 0))
+                if limits and opens:
+                    if begun[w] >= limits[w] + len(freed[w]):
+                        break
+                    if begun[w] >= limits[w]:
+                        start = max(start, freed[w][begun[w] - limits[w]])
+                    begun[w] += 1
                 end[op] = start + seconds(op)
+                closes = kind in (Kind.EMBED, Kind.FFN) or (kind == Kind.ATTN and layer > 0)
+                if phase == Phase.B and closes:
+                    freed[w].append(end[op])
                 for k in here:
                     clock[k] = end[op]
                     at[k] += 1
