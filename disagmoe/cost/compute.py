@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from disagmoe.cost.calibration import Rates
 from disagmoe.cost.flops import mean_keys
+from disagmoe.cost.recompute import Recompute
 from disagmoe.ops import Phase
 from disagmoe.specs import Device, ModelSpec
 
@@ -162,6 +163,29 @@ def expert_pointwise(model: ModelSpec, rows: float) -> list[float]:
     """Forward HBM bytes around the experts: sort by expert, SwiGLU, weight and unsort."""
     copy = 2.0 * model.hidden * BF16 * rows
     return [copy, activation_bytes(model, rows), copy]
+
+
+def dropped_attention(
+    model: ModelSpec, moe: bool, tokens: float, recompute: Recompute
+) -> tuple[list[Gemm], list[float]]:
+    """GEMMs and HBM bytes that selective recompute repeats around one attention block.
+
+    The outputs of the norms (in a dense layer the second one belongs to the MLP's
+    GEMM, which keeps it) and, with latent attention, the up projections of
+    queries, keys and values with their rotary embedding.
+    """
+    gemms: list[Gemm] = []
+    nbytes: list[float] = []
+    if recompute.drops("layernorm"):
+        nbytes += [2.0 * model.hidden * BF16 * tokens] * (2 if moe else 1)
+    if model.mla is not None and recompute.drops("mla_up_proj"):
+        mla, query = model.mla, model.heads * model.qk_dim
+        narrow = model.hidden if mla.q_lora_rank is None else mla.q_lora_rank
+        wide = model.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        gemms.append(Gemm(tokens, narrow, query, use="projection"))
+        gemms.append(Gemm(tokens, mla.kv_lora_rank, wide, use="projection"))
+        nbytes.append(2.0 * query * BF16 * tokens)
+    return gemms, nbytes
 
 
 def home_pointwise(model: ModelSpec, moe: bool, tokens: float) -> list[float]:

@@ -14,6 +14,7 @@ from disagmoe.cost.calibration import TRANSPORTS, Calibration, Contention
 from disagmoe.cost.compute import BF16, Compute, Gemm
 from disagmoe.cost.copies import distinct_units
 from disagmoe.cost.network import Copies, GpuGroup, Network, Transfer, check_merge, colocated_copies
+from disagmoe.cost.recompute import Recompute
 from disagmoe.ops import Phase
 from disagmoe.specs import ClusterSpec, ModelSpec, Workload, device
 
@@ -56,6 +57,19 @@ class CostModel:
         GPU computes.
         """
         return self._ffn(self.model.is_moe(layer), phase, float(home_tokens), float(rows), float(local_experts))
+
+    def attention_redone(self, layer: int, sequences: float, recompute: Recompute) -> float:
+        """What selective recompute repeats inside the backward of one attention block (nothing for other modes)."""
+        tokens = float(sequences) * self.workload.seq
+        gemms, nbytes = work.dropped_attention(self.model, self.model.is_moe(layer), tokens, recompute)
+        kernels = [self._compute.gemm(gemm, Phase.F) for gemm in gemms]
+        return self._compute.seconds(kernels + [self._compute.pointwise(n) for n in nbytes])
+
+    def experts_redone(self, rows: float, recompute: Recompute) -> float:
+        """What selective recompute repeats inside the backward of the experts of `rows` rows."""
+        if not (rows > 0.0 and recompute.drops("moe_act")):
+            return 0.0
+        return self._compute.seconds([self._compute.pointwise(work.activation_bytes(self.model, rows))])
 
     def head(self, phase: Phase, tokens: float, vocab_shards: int = 1) -> float:
         """Final norm, output GEMM and cross entropy over 1 / `vocab_shards` of the vocabulary.

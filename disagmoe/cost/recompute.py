@@ -16,9 +16,10 @@ shared experts, dense MLPs), and is one of
   before its backward.
 
 Fully recomputed experts need their tokens again: `resend` dispatches them once
-more (R DISPATCH, nothing but the layer's input is kept anywhere, Megatron's
-full recompute), `keep` keeps the dispatched rows. The combine is not repeated: no
-backward needs what it returns.
+more (nothing but the layer's input is kept anywhere, Megatron's full recompute),
+`keep` keeps the rows that arrived. Megatron's checkpointed layer repeats its
+combine too, as it is one function; a disaggregated layer does not, since no
+backward needs what a combine returns.
 """
 
 from __future__ import annotations
@@ -73,10 +74,14 @@ class Recompute:
         """Whether the tokens of recomputed experts are dispatched again."""
         return self.ffn == "full" and self.tokens == "resend"
 
-    @property
-    def kinds(self) -> frozenset[Kind]:
+    def repeated(self, *, disaggregated: bool) -> frozenset[Kind]:
         """Operations that a Program repeats in phase R."""
-        again = {Kind.ATTN: self.attention == "full", Kind.FFN: self.ffn == "full", Kind.DISPATCH: self.resends}
+        again = {
+            Kind.ATTN: self.attention == "full",
+            Kind.DISPATCH: self.resends,
+            Kind.FFN: self.ffn == "full",
+            Kind.COMBINE: self.resends and not disaggregated,
+        }
         return frozenset(kind for kind, wanted in again.items() if wanted)
 
     def drops(self, module: str) -> bool:

@@ -10,7 +10,7 @@ enqueued before the first gather; the backward is the mirror, last chunk first).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from disagmoe.ops import Kind, Phase, Stream
 from disagmoe.plan.expand import Cell, TailRow, Template, TemplateKey, expand, step_tail
@@ -30,6 +30,7 @@ def colocated_program(
     stage_layers: Sequence[Sequence[int]],
     moe: Sequence[bool],
     chunks: int = 1,
+    recompute: Collection[Kind] = (),
 ) -> Program:
     """The Program of one training step, with `chunks` splits of dispatch, experts and combine.
 
@@ -42,7 +43,15 @@ def colocated_program(
         return _chunked(layer, phase, range(chunks) if phase == Phase.F else range(chunks - 1, -1, -1))
 
     return pipelined_program(
-        p=p, v=v, m=m, group=group, stage_layers=stage_layers, moe=moe, block=block, n_chunks=chunks
+        p=p,
+        v=v,
+        m=m,
+        group=group,
+        stage_layers=stage_layers,
+        moe=moe,
+        block=block,
+        n_chunks=chunks,
+        recompute=recompute,
     )
 
 
@@ -56,12 +65,14 @@ def pipelined_program(
     moe: Sequence[bool],
     block: Block,
     n_chunks: int,
+    recompute: Collection[Kind] = (),
 ) -> Program:
     """Interleaved 1F1B whose MoE layers are made of the rows of `block`.
 
     `stage_layers[s]` are the layers of virtual stage s (contiguous, at least one),
     `moe[l]` says whether layer l has experts; a dense layer has no exchange and
-    one FFN. `group` is the interleaved order's micro-batch group (None: p).
+    one FFN. `group` is the interleaved order's micro-batch group (None: p). Kinds in
+    `recompute` run again (phase R) right before the backward of their layer.
 
     Transfers between stages: P2P F of layer l carries the output of layer l on
     SEND/RECV, P2P B of layer l its gradient back on SEND_B/RECV_B (a process
@@ -73,7 +84,7 @@ def pipelined_program(
     for s, layers in enumerate(stage_layers):
         c, r = divmod(s, p)
         templates[r, Phase.F, c] = _forward(s, p, len(stage_layers), layers, moe, block)
-        templates[r, Phase.B, c] = _backward(s, p, len(stage_layers), layers, moe, block)
+        templates[r, Phase.B, c] = _backward(s, p, len(stage_layers), layers, moe, block, recompute)
     tail: list[TailRow] = []
     for r in range(p):
         held = {c: stage_layers[c * p + r] for c in range(v)}
@@ -98,13 +109,22 @@ def _forward(s: int, p: int, stages: int, layers: Sequence[int], moe: Sequence[b
     return cells
 
 
-def _backward(s: int, p: int, stages: int, layers: Sequence[int], moe: Sequence[bool], block: Block) -> list[Cell]:
+def _backward(
+    s: int,
+    p: int,
+    stages: int,
+    layers: Sequence[int],
+    moe: Sequence[bool],
+    block: Block,
+    recompute: Collection[Kind],
+) -> list[Cell]:
     cells: list[Cell] = []
     if s == stages - 1:
         cells.append(Cell(Stream.COMPUTE, Kind.HEAD, Phase.B, -1))
     elif p > 1:
         cells.append(Cell(Stream.RECV_B, Kind.P2P, Phase.B, layers[-1], peer=(s + 1) % p))
     for layer in reversed(layers):
+        cells += _again(layer, block(layer, Phase.F) if moe[layer] else [], recompute)
         cells += block(layer, Phase.B) if moe[layer] else [Cell(Stream.COMPUTE, Kind.FFN, Phase.B, layer)]
         cells.append(Cell(Stream.COMPUTE, Kind.ATTN, Phase.B, layer))
     if s == 0:
@@ -112,6 +132,13 @@ def _backward(s: int, p: int, stages: int, layers: Sequence[int], moe: Sequence[
     elif p > 1:
         cells.append(Cell(Stream.SEND_B, Kind.P2P, Phase.B, layers[0] - 1, peer=(s - 1) % p))
     return cells
+
+
+def _again(layer: int, experts: list[Cell], recompute: Collection[Kind]) -> list[Cell]:
+    """The repeated operations of one layer; `experts` are the forward rows of its exchange and experts, if any."""
+    forward = [Cell(Stream.COMPUTE, Kind.ATTN, Phase.F, layer)]
+    forward += experts or [Cell(Stream.COMPUTE, Kind.FFN, Phase.F, layer)]
+    return [cell._replace(phase=Phase.R) for cell in forward if cell.kind in recompute]
 
 
 def _chunked(layer: int, phase: Phase, order: range) -> list[Cell]:

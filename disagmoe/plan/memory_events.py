@@ -93,8 +93,8 @@ class Tables:
                     table[w] = table[same]
                 continue
             for t, layer in enumerate(worker.layers):
-                self._fill(w, Kind.ATTN, t, layer.attention, again=Kind.ATTN in recompute.kinds)
-                self._fill(w, Kind.FFN, t, layer.ffn, again=Kind.FFN in recompute.kinds)
+                self._fill(w, Kind.ATTN, t, layer.attention, again=recompute.attention == "full")
+                self._fill(w, Kind.FFN, t, layer.ffn, again=recompute.ffn == "full")
             self._fill(w, Kind.HEAD, 0, worker.head, again=False)
             self._fill(w, Kind.EMBED, 0, worker.embed, again=False)
             self.working[w, Kind.OPTIM] = worker.step
@@ -314,9 +314,9 @@ def in_time(program: Program, tables: Tables) -> tuple[FloatArray, FloatArray]:
     add(stop, ffn & both(D, "recv"), -ops.received)
     if tables.frames:
         add(stop, ffn & ops.has(D, "own"), -ops.sent)
-    done, combine = ops.is_a(Kind.FFN, Phase.F), ops.is_a(C, Phase.F)
-    held_back = ops.has(C, "own") if tables.frames else np.zeros_like(done)
-    add(stop, done & both(C, "send") & ~held_back, ops.received)
+    combine = ops.is_a(C, *_FORWARD)
+    held_back = ops.has(C, "own") if tables.frames else np.zeros_like(ffn)
+    add(stop, ffn & both(C, "send") & ~held_back, ops.received)
     add(stop, combine & goes & ~framed, -ops.received)
     add(start, combine & comes & ~framed, ops.sent)
     add(stop, combine & own & ~framed, -ops.sent)

@@ -217,10 +217,11 @@ def worker_bytes(
             dense, moe = (
                 _layer(layout, model, workload, recompute, worker, moe=moe, frames=frames) for moe in (False, True)
             )
-            tokens = _home_tokens(layout, workload, worker)
+            tokens, parts = _home_tokens(layout, workload, worker), len(layout.placement.heads)
             made[key] = WorkerBytes(
                 (dense, moe),
-                head_bytes(model, tokens, parts=len(layout.placement.heads), chunk=loss_chunk, shard=shard),
+                # The shards of a spread head wait for each other's softmax statistics, so their logits are kept.
+                head_bytes(model, tokens, parts=parts, chunk=loss_chunk if parts == 1 else None, shard=shard),
                 embed_bytes(model, tokens, shard=shard),
                 params * step,
             )
