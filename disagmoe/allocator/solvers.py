@@ -1,0 +1,344 @@
+"""Which solver answers an integer program, and how far its answer is trusted.
+
+Decides that a solver's word is never taken as it is: values of whole variables
+are rounded only where they are whole within TOLERANCE, and every row of whole
+numbers is checked again after rounding. Variables are named by count, so no name
+of a user reaches a solver, files lie in a private directory outside the work
+tree, nothing a solver prints reaches stdout, and one thread and a fixed seed are
+the default.
+
+CBC comes with PuLP; HiGHS is used where `highspy` is installed. `auto` takes the
+first that runs. Where none does, SolverMissing says why; the allocator then
+searches exhaustively (`disagmoe.allocator.exhaustive`), as it does when asked to.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import fsum, inf, isfinite
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pulp
+from pulp.apis.coin_api import pulp_cbc_path
+
+TOLERANCE = 1e-5
+"""How far from a whole number a solver's value may lie."""
+PROGRAMS = ("cbc", "highs")
+"""Solvers in the order in which `auto` tries them."""
+EXHAUSTIVE = "exhaustive"
+SOLVERS = ("auto", *PROGRAMS, EXHAUSTIVE)
+_CHOICES = "solver=auto, cbc, cbc:<path to the program>, highs or exhaustive"
+
+Key = Hashable
+Terms = Iterable[tuple[Key, float]]
+
+
+class SolverError(ValueError):
+    """A solver gave no usable answer."""
+
+
+class SolverMissing(SolverError):
+    """The solver is not there or cannot be run."""
+
+
+class Infeasible(SolverError):
+    """No point satisfies the rows. The allocator names the limit that binds: gpus, sizes, nodes or memory."""
+
+    def __init__(self, message: str, limit: str = "", needed_gib: float | None = None) -> None:
+        super().__init__(message)
+        self.limit = limit
+        self.needed_gib = needed_gib
+
+
+class Unbounded(SolverError):
+    """The objective has no least value: a row is missing."""
+
+
+class NoAnswer(SolverError):
+    """The time limit came before the first feasible point."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to solve. `solver` as in SOLVERS, or "cbc:<path>" for another CBC program."""
+
+    solver: str = "auto"
+    time_limit_s: float | None = None
+    threads: int = 1
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if self.solver not in SOLVERS and not self.solver.startswith("cbc:"):
+            raise ValueError(f"unknown solver {self.solver!r}: choose {_CHOICES}")
+        if self.time_limit_s is not None and not self.time_limit_s > 0.0:
+            raise ValueError(f"time limit of {self.time_limit_s!r} s: must be above 0")
+        if self.threads < 1 or not 0 <= self.seed < 2**31:
+            raise ValueError(f"threads={self.threads}, seed={self.seed}: at least 1 thread and a seed of 0 to 2^31 - 1")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A point. `proven` is False where a time limit ended the search; nothing is below `bound`."""
+
+    values: Mapping[Key, float]
+    counts: Mapping[Key, int]
+    proven: bool
+    bound: float
+    solver: str
+    skipped: tuple[str, ...] = ()
+
+
+def whole(value: float, what: Key) -> int:
+    """A solver's value of a whole variable: 2.9999999 is 3, 1e-8 is 0, 2.4 an error."""
+    if not isfinite(value) or abs(value - round(value)) > TOLERANCE:
+        raise SolverError(f"the solver gave {what} = {value!r}, which is not integral within {TOLERANCE:g}")
+    return round(value)
+
+
+@dataclass(frozen=True)
+class _Row:
+    terms: tuple[tuple[Key, float], ...]
+    sense: str
+    bound: float
+
+    def holds(self, counts: Mapping[Key, int]) -> bool:
+        """True where the row holds, or where a variable of it is not a whole one."""
+        if any(key not in counts for key, _ in self.terms):
+            return True
+        left = fsum(factor * counts[key] for key, factor in self.terms)
+        slack = 1e-9 * max(1.0, abs(self.bound))
+        return {
+            "<=": left <= self.bound + slack,
+            ">=": left >= self.bound - slack,
+            "==": abs(left - self.bound) <= slack,
+        }[self.sense]
+
+
+class IntegerProgram:
+    """Variables by any key, rows of (key, factor) pairs, one objective per solve."""
+
+    def __init__(self) -> None:
+        self._bounds: dict[Key, tuple[float, float | None, bool]] = {}
+        self._rows: list[_Row] = []
+
+    def whole(self, key: Key, low: int, high: int) -> None:
+        """A whole variable between two bounds."""
+        self._declare(key, low, high, True)
+
+    def real(self, key: Key) -> None:
+        """A real variable of at least 0."""
+        self._declare(key, 0.0, None, False)
+
+    def _declare(self, key: Key, low: float, high: float | None, is_whole: bool) -> None:
+        if key in self._bounds:
+            raise ValueError(f"variable {key!r} is there already")
+        self._bounds[key] = (low, high, is_whole)
+
+    def row(self, terms: Terms, sense: str, bound: float) -> None:
+        """Add sum(factor x variable) `sense` bound, with sense "<=", ">=" or "=="."""
+        self._rows.append(_Row(tuple(terms), sense, float(bound)))
+
+    def minimise(self, terms: Terms, settings: Settings) -> Answer:
+        """A point with the least objective. Raises a SolverError; SolverMissing lists what `auto` tried."""
+        objective = tuple(terms)
+        auto = settings.solver == "auto"
+        skipped: list[str] = []
+        for name in PROGRAMS if auto else (settings.solver,):
+            try:
+                with tempfile.TemporaryDirectory(prefix="disagmoe-solver-") as directory:
+                    return self._solve(objective, name, settings, Path(directory), tuple(skipped))
+            except SolverMissing as reason:
+                if not auto:
+                    raise
+                skipped.append(str(reason))
+        raise SolverMissing("; ".join(skipped))
+
+    def _solve(
+        self,
+        objective: tuple[tuple[Key, float], ...],
+        name: str,
+        settings: Settings,
+        where: Path,
+        skipped: tuple[str, ...],
+    ) -> Answer:
+        problem = pulp.LpProblem("disagmoe", pulp.LpMinimize)
+        variable = {
+            key: problem.add_variable(f"x{i}", low, high, pulp.LpInteger if is_whole else pulp.LpContinuous)
+            for i, (key, (low, high, is_whole)) in enumerate(self._bounds.items())
+        }
+
+        def expression(terms: Terms) -> pulp.LpAffineExpression:
+            return pulp.LpAffineExpression([(variable[key], factor) for key, factor in terms])
+
+        problem += expression(objective)
+        for row in self._rows:
+            left = expression(row.terms)
+            problem += (
+                left <= row.bound
+                if row.sense == "<="
+                else left >= row.bound
+                if row.sense == ">="
+                else left == row.bound
+            )
+        engine = _highs if name == "highs" else _cbc
+        outcome = engine(problem, settings, where, name)
+        _raise_for(outcome.status, name, settings)
+        values = {key: outcome.values.get(variable[key].name, 0.0) for key in self._bounds}
+        counts = {key: whole(values[key], key) for key, (_, _, is_whole) in self._bounds.items() if is_whole}
+        broken = [row for row in self._rows if not row.holds(counts)]
+        if broken:
+            raise SolverError(f"{name}: after rounding, {len(broken)} of its rows do not hold; first: {broken[0]}")
+        return Answer(values, counts, outcome.status == "optimal", outcome.bound, name, skipped)
+
+
+def _raise_for(status: str, name: str, settings: Settings) -> None:
+    if status == "infeasible":
+        raise Infeasible(f"{name}: no point satisfies every row")
+    if status == "unbounded":
+        raise Unbounded(f"{name}: the objective has no least value")
+    if status == "none":
+        raise NoAnswer(f"{name}: no feasible point within {settings.time_limit_s} s; allow more time or another solver")
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a program reports. `status`: optimal, feasible, infeasible, unbounded or none (no point found)."""
+
+    status: str
+    values: Mapping[str, float]
+    bound: float
+
+
+_STATUS_OF_PULP: Mapping[int, str] = {
+    pulp.LpSolutionOptimal: "optimal",
+    pulp.LpSolutionIntegerFeasible: "feasible",
+    pulp.LpSolutionInfeasible: "infeasible",
+    pulp.LpSolutionUnbounded: "unbounded",
+    pulp.LpSolutionNoSolutionFound: "none",
+}
+
+
+def _missing(name: str, reason: str) -> SolverMissing:
+    return SolverMissing(f"solver {name}: {reason}; choose another with {_CHOICES}")
+
+
+def _cbc(problem: pulp.LpProblem, settings: Settings, where: Path, name: str) -> _Outcome:
+    """CBC: the program that comes with PuLP, one on the path, or the one named after the colon."""
+    path = name.partition(":")[2] or _cbc_path()
+    log = where / "cbc.log"
+    solver = pulp.COIN_CMD(
+        path=path,
+        msg=False,
+        timeLimit=settings.time_limit_s,
+        gapRel=0.0,
+        gapAbs=0.0,
+        threads=settings.threads,
+        logPath=str(log),
+        options=[f"randomSeed {settings.seed}", f"randomCbcSeed {settings.seed}"],
+    )
+    if not solver.available():
+        raise _missing(name, f"{path} is not there or may not be executed")
+    solver.tmpDir = str(where)
+    try:
+        problem.solve(solver)
+    except (pulp.PulpSolverError, OSError) as error:
+        raise _missing(name, f"{path} failed ({' '.join(str(error).split())})") from None
+    status = "infeasible" if problem.status == pulp.LpStatusInfeasible else _STATUS_OF_PULP[problem.sol_status]
+    found = {v.name: float(v.varValue or 0.0) for v in problem.variables()}
+    lower = re.findall(r"^Lower bound:\s*(\S+)", log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    objective = float(problem.objective.value() or 0.0) if status in ("optimal", "feasible") else -inf
+    return _Outcome(status, found, objective if status == "optimal" else float(lower[-1]) if lower else -inf)
+
+
+def _highs(problem: pulp.LpProblem, settings: Settings, where: Path, name: str) -> _Outcome:
+    """HiGHS in this process; its banner goes nowhere."""
+    path = where / "problem.mps"
+    names = [v.name for v in problem.writeMPS(str(path), rename=1)[0]]
+    with _stdout_to_nowhere():
+        highspy = _import_highspy(name)
+        highspy.Highs.resetGlobalScheduler(True)  # else the thread count of the first solve stays
+        model: Any = highspy.Highs()
+        options = {
+            "output_flag": False,
+            "threads": settings.threads,
+            "parallel": "off" if settings.threads == 1 else "on",
+            "random_seed": settings.seed,
+            "mip_rel_gap": 0.0,
+            "mip_abs_gap": 0.0,
+            "mip_feasibility_tolerance": 1e-9,
+            "time_limit": inf if settings.time_limit_s is None else settings.time_limit_s,
+        }
+        for key, value in options.items():
+            model.setOptionValue(key, value)
+        model.readModel(str(path))
+        model.run()
+        status = _status_of_highs(highspy, model)
+        info, columns = model.getInfo(), list(model.getSolution().col_value)
+    values = dict(zip(names, columns, strict=True)) if status in ("optimal", "feasible") else {}
+    return _Outcome(
+        status, values, float(info.objective_function_value if status == "optimal" else info.mip_dual_bound)
+    )
+
+
+def _status_of_highs(highspy: ModuleType, model: Any) -> str:
+    known = highspy.HighsModelStatus
+    status = model.getModelStatus()
+    if status == known.kOptimal:
+        return "optimal"
+    if status == known.kInfeasible:
+        return "infeasible"
+    if (
+        status == known.kUnboundedOrInfeasible
+    ):  # presolve stops at "either": without an objective it is one or the other
+        for column in range(model.getNumCol()):
+            model.changeColCost(column, 0.0)
+        model.run()
+        return "unbounded" if model.getModelStatus() == known.kOptimal else "infeasible"
+    if status == known.kUnbounded:
+        return "unbounded"
+    feasible = model.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    return "feasible" if feasible else "none"
+
+
+def installed(solver: str) -> bool:
+    """Whether "cbc" or "highs" is there; whether it runs shows when it is used."""
+    if solver == "highs":
+        return find_spec("highspy") is not None
+    return pulp.COIN_CMD(path=_cbc_path(), msg=False).available() is not None
+
+
+def _cbc_path() -> str:
+    """The program that comes with PuLP, else one on the path."""
+    return pulp_cbc_path if Path(pulp_cbc_path).exists() else "cbc"
+
+
+def _import_highspy(name: str) -> ModuleType:
+    try:
+        import highspy
+    except ImportError:
+        raise _missing(name, "the package highspy is not installed (pip install highspy)") from None
+    return highspy
+
+
+@contextmanager
+def _stdout_to_nowhere() -> Iterator[None]:
+    """Send what a library prints past Python (file descriptor 1) to nowhere."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
