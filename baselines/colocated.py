@@ -12,8 +12,10 @@ import itertools
 from collections.abc import Iterator
 from math import ceil
 
+from disagmoe.cost.comet import TileSplit
 from disagmoe.cost.model import CostModel
 from disagmoe.ops import Kind, Phase
+from disagmoe.plan.bounds import layer_s
 from disagmoe.plan.colocated import colocated_program
 from disagmoe.plan.plan import Batch, Layout, Placement, Worker
 from disagmoe.plan.pricing import LayoutCosts
@@ -72,12 +74,19 @@ def colocated_layout(
     system: str,
     variant: str = "",
     chunks: int = 1,
+    tiles: TileSplit | None = None,
     capacity_padded: bool = False,
+    load: float | None = None,
+    two_level: bool = False,
     overlap: bool = False,
 ) -> Layout:
     """Place a candidate: one worker per pipeline rank, layers dealt to its virtual stages.
 
-    With `overlap` the exchange of one micro-batch hides behind the compute of another.
+    They are dealt by their times, or with "split" = "count" as if all took the same.
+
+    With `overlap` the exchange of one micro-batch hides behind the compute of
+    another; without it only the experts of the same layer can hide it. The other
+    switches are those of the Layout.
     """
     p, v, b = int(candidate["pp"]), int(candidate["virtual"]), int(candidate["micro_batch"])
     model = problem.model
@@ -108,8 +117,11 @@ def colocated_layout(
             transport=problem.transport,
             merge=problem.merge,
             chunks=chunks,
+            tiles=tiles,
             capacity_padded=capacity_padded,
-            serial_exchange=chunks == 1 and not overlap,
+            load=load,
+            two_level=two_level,
+            serial_exchange=not overlap,
             options={"pp": p, "virtual": v, "group": group, "stages": ",".join(str(len(s)) for s in stages)},
             details={
                 "pp": p,
@@ -128,6 +140,8 @@ def colocated_layout(
     except ValueError as reason:
         raise NotApplicable(str(reason)) from reason
     loads, head, embed = loads_s(even, problem.costs, overlap=overlap)
+    if candidate.get("split") == "count":
+        loads = [sum(loads) / len(loads)] * len(loads)
     return layout(split_layers(loads, ranks, head_load=head, embed_load=embed))
 
 
@@ -139,26 +153,30 @@ def pipeline_workers(problem: Problem, p: int) -> tuple[Worker, ...]:
     return tuple(Worker(f"P{r}", "AF", data_ranks, nodes, cluster.nic_gbs_per_gpu()) for r in range(p))
 
 
+def expert_parallel_nodes(problem: Problem, candidate: Candidate) -> int:
+    """Nodes the expert-parallel group of a candidate lies on."""
+    stage = pipeline_workers(problem, int(candidate["pp"]))[0]
+    return max(1, -(-int(candidate["ep"]) * stage.nodes // stage.gpus))
+
+
 def loads_s(layout: Layout, costs: CostModel, *, overlap: bool = False) -> tuple[list[float], float, float]:
     """Seconds of one micro-batch on a rank: of every layer, of the output head and of the embedding.
 
     A layer takes the longer of its compute and its exchange where one micro-batch
-    overlaps another, else their sum.
+    overlaps another, else its compute and what its experts leave of the exchange.
     """
     prices = LayoutCosts(layout, costs)
 
     def seconds(kind: Kind, layer: int = -1) -> float:
         return sum(prices.op(kind, phase, layer).seconds for phase in (Phase.F, Phase.B))
 
-    chunks = layout.chunks
-    # With chunks part of the exchange hides behind the experts; half of it is a fair weight for balancing.
-    exposed = 1.0 if chunks == 1 else 0.5 * chunks
     layers = []
     for layer in range(costs.model.layers):
-        exchange = seconds(Kind.DISPATCH, layer) + seconds(Kind.COMBINE, layer)
-        experts = seconds(Kind.FFN, layer) * (chunks if costs.model.is_moe(layer) else 1)
-        compute = seconds(Kind.ATTN, layer) + experts
-        layers.append(max(compute, exchange) if overlap else compute + exposed * exchange)
+        if overlap:
+            compute = seconds(Kind.ATTN, layer) + seconds(Kind.FFN, layer)
+            layers.append(max(compute, seconds(Kind.DISPATCH, layer) + seconds(Kind.COMBINE, layer)))
+        else:
+            layers.append(sum(layer_s(prices, layer, phase) for phase in (Phase.F, Phase.B)))
     return layers, seconds(Kind.HEAD), seconds(Kind.EMBED)
 
 

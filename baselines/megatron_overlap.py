@@ -52,7 +52,8 @@ class Megatron1F1BOverlap:
             )
 
     def refinements(self, problem: Problem, candidate: Candidate) -> Iterable[Candidate]:
-        return ()
+        """Stages of equally many layers where layers differ: pairs run layer by layer, surplus layers alone."""
+        yield {**candidate, "split": "count"}
 
     def layout(self, problem: Problem, candidate: Candidate) -> Layout:
         layout = colocated_layout(problem, candidate, system=self.name, overlap=True)

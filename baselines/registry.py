@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from importlib.metadata import entry_points
 
+from baselines.comet import Comet
 from baselines.dualpipe import DualPipe, DualPipeV
 from baselines.megatron import Megatron1F1B
 from baselines.megatron_overlap import Megatron1F1BOverlap
@@ -30,6 +31,7 @@ SHIPPED: Mapping[str, Callable[..., System]] = {
     "megatron_1f1b": Megatron1F1B,
     "megatron_1f1b_overlap": Megatron1F1BOverlap,
     "tutel": Tutel,
+    "comet": Comet,
     "dualpipe": DualPipe,
     "dualpipe_v": DualPipeV,
     "disagmoe": DisagMoE,

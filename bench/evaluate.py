@@ -184,7 +184,7 @@ def _measures(problem: Problem, plan: Plan, pricing: Pricing, timeline: Timeline
         "peak_memory_gib": peak_static_gib(plan.layout, problem.model),
         "gpus_used": placement.gpus_used,
         "microbatches": plan.layout.batch.microbatches,
-        "tokens_dropped": 0,
+        "tokens_dropped": plan.layout.tokens_dropped,
         "repeats": 1,
         "spread": 0.0,
         "plan": dict(plan.layout.details),

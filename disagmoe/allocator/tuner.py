@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from disagmoe.plan.memory import peak_static_gib
 from disagmoe.plan.plan import Layout, Plan
-from disagmoe.plan.pricing import lower_bound_s
+from disagmoe.plan.bounds import lower_bound_s
 from disagmoe.system import Candidate, NotApplicable, Problem, System
 
 StepFunction = Callable[[Plan], float]

@@ -34,9 +34,10 @@ from disagmoe.cost.network import NOTHING, Network, Transfer
 
 COLUMN_BLOCKS = 8
 """Column blocks of the second half; two hidden sizes differ (`column_blocks`)."""
-SM_BYTES_PER_S = 160.8e9 / 28
-"""Bytes/s one sending thread block drives: an assumption. flux registers 28 blocks for bf16 on H800
-(src/generator/gen_moe_gather_rs.cc); taken as just enough for the 160.8 GB/s that DeepEP reaches there."""
+SM_BYTES_PER_S = 160.46e9 / 24
+"""Bytes/s one sending thread block drives: an assumption. DeepEP's kernels fill an H800's NVLink with 24 SMs
+(160.46 GB/s, https://github.com/perplexityai/pplx-kernels/issues/10; about 140 GB/s beside 21.5 GB/s of NIC,
+https://github.com/deepseek-ai/DeepEP/issues/285). flux registers 28 blocks for the same link."""
 PROFILED_SMS = tuple(range(2, 66, 2))
 """Numbers of sending thread blocks tried; the paper reports optima of 18, 26 and 46."""
 NEAR_GROUPS, FAR_GROUPS = 3, 4

@@ -17,7 +17,7 @@ Source: arXiv 2502.19811; https://github.com/bytedance/flux.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from disagmoe.ops import Kind, Phase, Stream
 from disagmoe.plan.colocated import pipelined_program
@@ -35,6 +35,7 @@ def comet_program(
     moe: Sequence[bool],
     groups: int,
     columns: int,
+    recompute: Collection[Kind] = (),
 ) -> Program:
     """The Program of one training step with `groups` arrival groups and `columns` column blocks.
 
@@ -47,7 +48,15 @@ def comet_program(
         return _tiles(layer, phase, groups, columns)
 
     return pipelined_program(
-        p=p, v=v, m=m, group=group, stage_layers=stage_layers, moe=moe, block=block, n_chunks=groups + columns
+        p=p,
+        v=v,
+        m=m,
+        group=group,
+        stage_layers=stage_layers,
+        moe=moe,
+        block=block,
+        n_chunks=groups + columns,
+        recompute=recompute,
     )
 
 

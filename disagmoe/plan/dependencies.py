@@ -273,9 +273,13 @@ def _recompute_edges(ops: _Ops) -> list[Edges]:
     edges = []
     for src, dst in ((ops.where(_CHAIN, Phase.F), again), (again, ops.where(_CHAIN, Phase.B, Phase.I))):
         edges.append(link(src, same_op[src], dst, same_op[dst], ops.chunk))
+    halves = expert_halves(ops.kind[again], ops.layer[again], np.ones(again.shape[0], np.bool_), ops.chunk[again])
     for producer, consumer in _RECOMPUTE_LINKS:
-        src, dst = again[ops.kind[again] == int(producer)], again[ops.kind[again] == int(consumer)]
+        src = again[(ops.kind[again] == int(producer)) & ~halves.first]
+        dst = again[(ops.kind[again] == int(consumer)) & ~halves.second]
         edges.append(link(src, same_layer[src], dst, same_layer[dst], ops.chunk))
+    if halves.first.any():
+        edges.append(halves_edges(again, 2 * same_layer[again] + halves.second, ops.chunk[again], halves))
     return edges
 
 

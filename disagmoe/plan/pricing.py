@@ -9,20 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from disagmoe.cost.comet import TileCosts, exchange_of, tile_costs
+from disagmoe.cost.comet import TileCosts
 from disagmoe.cost.model import CostModel
 from disagmoe.cost.network import Transfer
+from disagmoe.cost.recompute import Recompute
 from disagmoe.ops import COMM_KINDS, SEND_STREAMS, Kind, Phase, Stream
 from disagmoe.plan.dependencies import is_p2p_wait
 from disagmoe.plan.memory import GRADIENT_BYTES, WEIGHT_BYTES, Holding, holdings, local_experts
 from disagmoe.plan.plan import Layout, Worker
 from disagmoe.plan.program import Program
-from disagmoe.specs.devices import device
+from disagmoe.plan.tile_pricing import layer_tiles
 from disagmoe.specs.params import attention_params, expert_params, ffn_shared_params
 
 FloatArray = NDArray[np.float64]
@@ -67,6 +68,8 @@ STATISTICS_BYTES = 12
 """Of one token, from one shard of the vocabulary: the softmax's maximum and sum, and the target's logit, fp32."""
 
 _EXPERT_BLOCK = (Kind.DISPATCH, Kind.FFN, Kind.COMBINE)
+_BACKWARD = (Phase.B, Phase.I)
+"""Phases in which selective recompute repeats what it dropped; full recompute has rows of its own (phase R)."""
 
 NOTHING = Transfer(seconds=0.0, nic_bytes=0.0, nvlink_bytes=0.0, link=1)
 
@@ -95,7 +98,8 @@ class LayoutCosts:
         # The fullest rank holds ceil(E/ep) experts.
         self.imbalance = experts * layout.ep / self.model.experts * self.load
         self.local_experts = experts
-        self.tiles = cache(self._tile_costs)
+        self.recompute = Recompute.of(layout.options)
+        self.tiles: Callable[[Phase], TileCosts] = cache(lambda phase: layer_tiles(self, phase))
         # Layers of one kind share their prices: (MoE?, window) is all that differs between them.
         self._of_type = cache(self._price_type)
 
@@ -108,39 +112,6 @@ class LayoutCosts:
         if kind in (Kind.DISPATCH, Kind.COMBINE) and self.layout.placement.disaggregated:
             return self._m2n(kind, phase, layer)
         return self._of_type(kind, phase, self.model.is_moe(layer), self.model.window(layer))
-
-    def experts_s(self, layer: int, phase: Phase) -> float:
-        """Compute of all chunks of one layer's FFN, in phase F or B."""
-        moe = self.model.is_moe(layer)
-        if self.layout.tiles is None or not moe:
-            return self.op(Kind.FFN, phase, layer).seconds * (self.layout.chunks if moe else 1)
-        if phase is Phase.F:
-            return self.tiles(Phase.F).compute_s
-        return self.tiles(Phase.I).compute_s + self.op(Kind.FFN, Phase.W, layer, -1).seconds
-
-    def exposed_s(self, layer: int, phase: Phase) -> float:
-        """Exchange of one layer that its own experts leave uncovered, undisturbed, in phase F or B.
-
-        Chunks: first exchanges, experts, second exchanges, as `colocated.py` orders
-        them. Tiles: see `cost.comet`; weight gradients cover what they can of the rest.
-        """
-        if self.layout.tiles is not None and self.model.is_moe(layer):
-            tiles = self.tiles(Phase.F if phase is Phase.F else Phase.I)
-            whole = self.experts_s(layer, phase)
-            computed = tiles.first_half_s + whole - sum(tiles.gemms[: len(tiles.first)])
-            return max(tiles.seconds, computed) - whole
-        first, second = (self.op(kind, phase, layer).seconds for kind in (Kind.DISPATCH, Kind.COMBINE))
-        if phase is not Phase.F:
-            first, second = second, first
-        d = self.layout.chunks if self.model.is_moe(layer) else 1
-        experts = self.op(Kind.FFN, phase, layer).seconds
-        ends = (
-            d * (first + second),
-            first + experts + d * second,
-            first + d * experts + second,
-            d * first + experts + second,
-        )
-        return max(ends) - d * experts
 
     def worker_op(self, kind: Kind, phase: Phase, layer: int, worker: int) -> Transfer:
         """Cost of a gradient synchronisation or optimizer step on one worker."""
@@ -180,7 +151,9 @@ class LayoutCosts:
         layer = self._representative(moe, window)
         placement = self.layout.placement
         if kind is Kind.ATTN:
-            return _compute(self.costs.attention(layer, phase, float(self.layout.batch.sequences)))
+            sequences = float(self.layout.batch.sequences)
+            redone = self.costs.attention_redone(layer, sequences, self.recompute) if phase in _BACKWARD else 0.0
+            return _compute(self.costs.attention(layer, phase, sequences) + redone)
         if kind is Kind.FFN:
             return _compute(self._ffn(layer, phase, moe))
         if kind is Kind.P2P and placement.disaggregated:
@@ -205,18 +178,19 @@ class LayoutCosts:
         chunks = self.layout.chunks if moe else 1
         home = self.tokens * self._spread(worker)
         rows = home * self.model.top_k * self.imbalance if moe else 0.0
-        return self.costs.ffn(
+        seconds = self.costs.ffn(
             layer, phase, home_tokens=home / chunks, rows=rows / chunks, local_experts=float(self.local_experts)
         )
+        return seconds + (self.costs.experts_redone(rows / chunks, self.recompute) if phase in _BACKWARD else 0.0)
 
     def _all_to_all(self, kind: Kind, phase: Phase, moe: bool) -> Transfer:
         if not moe:
             return NOTHING
-        transfer = self._fullest_rank(kind, phase)
+        transfer = self.fullest_rank(kind, phase)
         # The fullest rank sets the time for everyone, but only padding makes every rank send that much.
         return transfer if self.layout.capacity_padded else self._mean_bytes(transfer)
 
-    def _fullest_rank(self, kind: Kind, phase: Phase) -> Transfer:
+    def fullest_rank(self, kind: Kind, phase: Phase) -> Transfer:
         """One chunk of a colocated exchange as the rank with the most rows sees it."""
         layout = self.layout
         worker = layout.placement.workers[0]
@@ -226,7 +200,7 @@ class LayoutCosts:
         return exchange(
             tokens=tokens,
             ep=layout.ep,
-            nodes=self._ep_nodes(),
+            nodes=self.ep_nodes(),
             transport=layout.transport,
             merge=layout.merge,
             nic_gbs=worker.nic_gbs,
@@ -235,7 +209,7 @@ class LayoutCosts:
             volume_factor=max(1.0, self.load),
         )
 
-    def _ep_nodes(self) -> int:
+    def ep_nodes(self) -> int:
         """Nodes an expert-parallel group of a colocated system lies on."""
         worker = self.layout.placement.workers[0]
         return max(1, -(-self.layout.ep * worker.nodes // worker.gpus))
@@ -246,7 +220,7 @@ class LayoutCosts:
     def _tile(self, kind: Kind, phase: Phase, chunk: int) -> Transfer:
         """One tile group, or, for chunk -1, the whole of the experts without an exchange."""
         if kind is Kind.FFN and chunk < 0:
-            return _compute(self._ffn(self._moe_layer, phase, moe=True))
+            return _compute(self._ffn(self.moe_layer, phase, moe=True))
         backward = phase in (Phase.B, Phase.I)
         tiles = self.tiles(Phase.I if backward else Phase.F)
         if kind is Kind.FFN:
@@ -254,33 +228,10 @@ class LayoutCosts:
         arriving = (kind is Kind.DISPATCH) != backward
         return self._mean_bytes((tiles.first if arriving else tiles.second)[chunk])
 
-    @property
-    def _moe_layer(self) -> int:
+    @cached_property
+    def moe_layer(self) -> int:
+        """Some layer with experts; they are all alike."""
         return next(layer for layer in range(self.model.layers) if self.model.is_moe(layer))
-
-    def _tile_costs(self, phase: Phase) -> TileCosts:
-        """All tile groups of one MoE layer, in phase F or I."""
-        layout, costs, split = self.layout, self.costs, self.layout.tiles
-        if split is None:
-            raise ValueError(f"{layout.system} has no tiles")
-        nic_gbs, nodes = layout.placement.workers[0].nic_gbs, self._ep_nodes()
-        home_s = costs.ffn(self._moe_layer, phase, home_tokens=self.tokens, rows=0.0, local_experts=0.0)
-        rows = self.tokens * self.model.top_k * self.imbalance
-        if split.gather:
-            both = costs.gathered(tokens=self.tokens, ep=layout.ep, nic_gbs=nic_gbs, volume_factor=max(1.0, self.load))
-        else:
-            both = (self._fullest_rank(Kind.DISPATCH, phase), self._fullest_rank(Kind.COMBINE, phase))
-        fan_out = layout.merge == "node" and nodes > 1 and not split.gather
-        arriving, leaving = (exchange_of(t, costs.network, nic_gbs, fan_out=fan_out) for t in both)
-        return tile_costs(
-            split,
-            costs.expert_halves(phase, rows, float(self.local_experts)),
-            home_s,
-            arriving,
-            leaving,
-            sms=device(costs.cluster.device).sms,
-            stretch=costs.contention(layout.transport).comm,
-        )
 
     def _m2n(self, kind: Kind, phase: Phase, layer: int) -> Transfer:
         layout, placement = self.layout, self.layout.placement
@@ -407,41 +358,10 @@ def _contention(
     exchange = costs.contention(layout.transport)
     other = costs.contention(GRAD_TRANSPORT)
     carried = np.isin(program.kind, (int(Kind.DISPATCH), int(Kind.COMBINE)))
+    if layout.placement.disaggregated:  # the final rows of a spread head go the way of the tokens
+        carried |= program.kind == int(Kind.P2P)
     # The SMs of a tiled exchange are taken out of its GEMMs already.
     taken = 1.0 if layout.tiles is not None else exchange.compute
     compute = np.where(comm, np.where(carried, taken, other.compute), 1.0)
     slowed = np.where(comm, np.where(carried, exchange.comm, other.comm), 1.0)
     return compute, slowed
-
-
-def lower_bound_s(layout: Layout, costs: CostModel) -> float:
-    """A time no schedule of this Layout can beat: the busiest worker's own compute, or its exchange.
-
-    Where nothing but its own experts can run beside a layer's exchange
-    (`serial_exchange`), what they leave of it adds up with the compute. A mirrored worker does half of the
-    micro-batches of what it is listed with, and half of its mirror's.
-    """
-    prices = LayoutCosts(layout, costs)
-    placement = layout.placement
-    compute, exchange = ([0.0] * len(placement.workers) for _ in range(2))
-
-    def add(busy: list[float], worker: int, seconds: float) -> None:
-        holders = placement.holders(worker)
-        for holder in holders:
-            busy[holder] += seconds / len(holders)
-
-    for layer in range(costs.model.layers):
-        for phase in (Phase.F, Phase.B):
-            add(compute, placement.attn[layer], prices.op(Kind.ATTN, phase, layer).seconds)
-            add(compute, placement.ffn[layer], prices.experts_s(layer, phase))
-            if layout.serial_exchange:
-                add(exchange, placement.ffn[layer], prices.exposed_s(layer, phase))
-            elif not placement.disaggregated:
-                for kind in (Kind.DISPATCH, Kind.COMBINE):
-                    add(exchange, placement.ffn[layer], prices.op(kind, phase, layer).seconds)
-    for phase in (Phase.F, Phase.B):
-        add(compute, placement.embed, prices.op(Kind.EMBED, phase, -1).seconds)
-        for head in placement.heads:
-            add(compute, head, prices.op(Kind.HEAD, phase, -1).seconds)
-    combine = sum if layout.serial_exchange else max
-    return max(map(combine, zip(compute, exchange, strict=True))) * layout.batch.microbatches

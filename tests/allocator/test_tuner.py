@@ -9,8 +9,9 @@ import pytest
 
 from baselines.megatron import Megatron1F1B
 from disagmoe.allocator import tune
+from disagmoe.plan.bounds import lower_bound_s
 from disagmoe.plan.plan import Layout, Plan
-from disagmoe.plan.pricing import lower_bound_s, price
+from disagmoe.plan.pricing import price
 from disagmoe.plan.program import Program
 from disagmoe.simulator import simulate
 from disagmoe.specs import parameters

@@ -51,15 +51,6 @@ def test_all_programs_verify() -> None:
             verify(system.program(pr, system.layout(pr, candidate)))
 
 
-def test_tutel_degrees_are_checked_and_refined() -> None:
-    with pytest.raises(ValueError, match="tutel degree=3: allowed are 1, 2, 4, 8"):
-        Tutel(degree=3)
-    pr = problem("tiny", ep=8)
-    first = next(iter(Tutel().candidates(pr)))
-    assert [c["degree"] for c in Tutel().refinements(pr, first)] == [1, 2, 4, 8]
-    assert [c["degree"] for c in Tutel(degree=1).refinements(pr, first)] == [1]
-
-
 def test_head_costs_the_last_rank_its_layers() -> None:
     pr = problem("gpt_oss_20b", ep=8, global_batch=64)
     layout = Megatron1F1B().layout(pr, {"ep": 8, "pp": 4, "virtual": 1, "micro_batch": 1, "group": 4})

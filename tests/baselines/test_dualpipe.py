@@ -12,9 +12,10 @@ from baselines.megatron import Megatron1F1B
 from baselines.registry import get_system, system_options
 from disagmoe.allocator import tune
 from disagmoe.ops import Kind, Phase
+from disagmoe.plan.bounds import lower_bound_s
 from disagmoe.plan.memory import holdings
 from disagmoe.plan.plan import Layout, Plan
-from disagmoe.plan.pricing import LayoutCosts, lower_bound_s, price
+from disagmoe.plan.pricing import LayoutCosts, price
 from disagmoe.plan.verify import verify
 from disagmoe.simulator import simulate
 from disagmoe.specs.params import parameters

@@ -9,7 +9,8 @@ from baselines.megatron import Megatron1F1B
 from baselines.megatron_overlap import Megatron1F1BOverlap
 from baselines.registry import get_system
 from disagmoe.ops import Kind, Phase
-from disagmoe.plan.pricing import lower_bound_s, price
+from disagmoe.plan.bounds import lower_bound_s
+from disagmoe.plan.pricing import price
 from disagmoe.plan.verify import verify
 from disagmoe.simulator import simulate
 from disagmoe.system import NotApplicable, Problem, System
@@ -112,3 +113,15 @@ def test_the_share_of_overlapped_pairs_is_printed() -> None:
     assert layout.batch.microbatches == 8
     assert layout.details["overlapped_share"] == round(13 / 16, 3)
     assert not layout.serial_exchange
+
+
+def test_layers_are_dealt_by_time_and_in_a_second_try_by_number() -> None:
+    """GPT-OSS-20B alternates windowed and full attention; long sequences make them differ."""
+    pr = problem("gpt_oss_20b", small_cluster(nodes=4), ep=8, seq=32768, global_batch=64)
+    candidate = {"ep": 8, "pp": 2, "virtual": 2, "micro_batch": 1, "group": 2}
+    (second,) = SYSTEM.refinements(pr, candidate)
+    assert second == {**candidate, "split": "count"}
+    counts = [int(n) for n in str(SYSTEM.layout(pr, second).options["stages"]).split(",")]
+    assert sum(counts) == 24
+    assert max(counts[0], counts[2]) - min(counts[0], counts[2]) <= 1  # the two stages of a rank
+    assert max(counts[1], counts[3]) - min(counts[1], counts[3]) <= 1

@@ -19,7 +19,7 @@ def test_every_name_makes_a_system_of_that_name() -> None:
 def test_unknown_names_and_options_say_what_is_known() -> None:
     with pytest.raises(ValueError, match=r"unknown system 'foo': known are megatron_1f1b, .*tutel, .*disagmoe"):
         get_system("foo")
-    with pytest.raises(ValueError, match="unknown option 'degre' of system tutel: allowed are degree, pp"):
+    with pytest.raises(ValueError, match="unknown option 'degre' of system tutel: allowed are degree, algorithm"):
         get_system("tutel", degre=2)
     assert "name" not in system_options("tutel")
 

@@ -1,0 +1,133 @@
+"""What a Layout takes at least: seconds of its layers alone, and a bound on the step.
+
+Times are undisturbed (contention only slows down), so that a bound holds for every
+schedule of the Layout. The tuner drops what a bound rules out; planners deal layers
+to stages by the same times.
+"""
+
+from __future__ import annotations
+
+from disagmoe.cost.model import CostModel
+from disagmoe.ops import Kind, Phase
+from disagmoe.plan.plan import Layout
+from disagmoe.plan.pricing import LayoutCosts
+
+_PHASES = (Phase.F, Phase.B)
+
+
+def experts_s(prices: LayoutCosts, layer: int, phase: Phase) -> float:
+    """Compute of all chunks of one layer's FFN, in phase F or B."""
+    layout, moe = prices.layout, prices.model.is_moe(layer)
+    if layout.tiles is None or not moe:
+        return prices.op(Kind.FFN, phase, layer).seconds * (layout.chunks if moe else 1)
+    if phase is Phase.F:
+        return prices.tiles(Phase.F).compute_s
+    return prices.tiles(Phase.I).compute_s + prices.op(Kind.FFN, Phase.W, layer, -1).seconds
+
+
+def exposed_s(prices: LayoutCosts, layer: int, phase: Phase) -> float:
+    """Exchange of one layer that its own experts leave uncovered, in phase F or B.
+
+    Chunks: first exchanges, experts, second exchanges, as `colocated.py` orders
+    them (closed form of Tutel's overlap; without chunks all of the exchange).
+    Tiles: see `cost/comet.py`; weight gradients cover what they can of the rest.
+    """
+    moe = prices.model.is_moe(layer)
+    if prices.layout.tiles is not None and moe:
+        tiles = prices.tiles(Phase.F if phase is Phase.F else Phase.I)
+        whole = experts_s(prices, layer, phase)
+        computed = tiles.first_half_s + whole - sum(tiles.gemms[: len(tiles.first)])
+        return max(tiles.seconds, computed) - whole
+    first, second = (prices.op(kind, phase, layer).seconds for kind in (Kind.DISPATCH, Kind.COMBINE))
+    if phase is not Phase.F:
+        first, second = second, first
+    d, experts = (prices.layout.chunks if moe else 1), prices.op(Kind.FFN, phase, layer).seconds
+    ends = (
+        d * (first + second),
+        first + experts + d * second,
+        first + d * experts + second,
+        d * first + experts + second,
+    )
+    return max(ends) - d * experts
+
+
+def layer_s(prices: LayoutCosts, layer: int, phase: Phase) -> float:
+    """One layer of one micro-batch with nothing beside it, in phase F or B; B with what is fully recomputed."""
+    alone = prices.op(Kind.ATTN, phase, layer).seconds
+    alone += experts_s(prices, layer, phase) + exposed_s(prices, layer, phase)
+    if phase is Phase.F:
+        return alone
+    again = prices.recompute.repeated(disaggregated=False)
+    alone += prices.op(Kind.ATTN, Phase.R, layer).seconds if Kind.ATTN in again else 0.0
+    alone += experts_s(prices, layer, Phase.F) if Kind.FFN in again else 0.0
+    return alone + (exposed_s(prices, layer, Phase.F) if Kind.DISPATCH in again else 0.0)
+
+
+def lower_bound_s(layout: Layout, costs: CostModel) -> float:
+    """A time no schedule of this Layout can beat: its busiest worker's work, and the end of the step.
+
+    Where nothing but its own experts can run beside a layer's exchange
+    (`serial_exchange`), what they leave of it adds up with the compute, and the
+    worker waits for the first micro-batch to come through the stages before its
+    own and for the last gradient to go back through them. A mirrored worker does
+    half of the micro-batches of what it is listed with, and half of its mirror's.
+    """
+    prices = LayoutCosts(layout, costs)
+    busy = _serial_s(prices) if layout.serial_exchange else _overlapped_s(prices)
+    ends = [
+        prices.worker_op(Kind.OPTIM, Phase.F, -1, worker).seconds
+        + prices.worker_op(Kind.GRAD_SYNC, Phase.F, -1, worker).seconds
+        for worker in range(len(layout.placement.workers))
+    ]
+    return max(busy) + max(ends)
+
+
+def _serial_s(prices: LayoutCosts) -> list[float]:
+    """Per worker of a pipeline: all its micro-batches, and the stages they pass before and after."""
+    layout, model = prices.layout, prices.model
+    placement, workers = layout.placement, len(layout.placement.workers)
+    work = [0.0] * workers
+    passed = {phase: [0.0] * workers for phase in _PHASES}  # the first stage of every worker, one micro-batch
+    stage, before = 0, placement.attn[0]
+    for layer in range(model.layers):
+        worker = placement.attn[layer]
+        stage += worker != before
+        before = worker
+        for phase in _PHASES:
+            seconds = layer_s(prices, layer, phase)
+            work[worker] += seconds
+            passed[phase][worker] += seconds if stage < workers else 0.0
+    for phase in _PHASES:
+        embed = prices.op(Kind.EMBED, phase, -1).seconds
+        work[placement.embed] += embed
+        passed[phase][placement.embed] += embed
+        work[placement.head] += prices.op(Kind.HEAD, phase, -1).seconds
+    waits, out = 0.0, []
+    for worker in range(workers):
+        out.append(waits + work[worker] * layout.batch.microbatches)
+        waits += sum(passed[phase][worker] for phase in _PHASES)
+    return out
+
+
+def _overlapped_s(prices: LayoutCosts) -> list[float]:
+    """Per worker: the longer of its compute and its exchange."""
+    layout, placement = prices.layout, prices.layout.placement
+    compute, exchange = ([0.0] * len(placement.workers) for _ in range(2))
+
+    def add(busy: list[float], worker: int, seconds: float) -> None:
+        holders = placement.holders(worker)
+        for holder in holders:
+            busy[holder] += seconds / len(holders)
+
+    for layer in range(prices.model.layers):
+        for phase in _PHASES:
+            add(compute, placement.attn[layer], prices.op(Kind.ATTN, phase, layer).seconds)
+            add(compute, placement.ffn[layer], experts_s(prices, layer, phase))
+            if not placement.disaggregated:
+                for kind in (Kind.DISPATCH, Kind.COMBINE):
+                    add(exchange, placement.ffn[layer], prices.op(kind, phase, layer).seconds)
+    for phase in _PHASES:
+        add(compute, placement.embed, prices.op(Kind.EMBED, phase, -1).seconds)
+        for head in placement.heads:
+            add(compute, head, prices.op(Kind.HEAD, phase, -1).seconds)
+    return [max(pair) * layout.batch.microbatches for pair in zip(compute, exchange, strict=True)]
