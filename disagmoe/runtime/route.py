@@ -1,0 +1,232 @@
+"""Which row goes where: the routing of a micro-batch turned into index lists.
+
+Decides the order of everything. Rows for one member are sorted by token; rows that
+arrive are kept member after member; copies (token-expert pairs) go with their row,
+in slot order. A *leg* holds one hop's lists for one rank. Rows run down a leg
+(owner to holder: copied) or up (holder to owner: summed); the two are each other's
+transpose, so dispatch and the backward of combine use the one, combine and the
+backward of dispatch the other.
+
+Sums are taken in a fixed order, member after member, in at least fp32: the same
+bits every time, on any device.
+
+Metadata of a dispatch, in 4-byte words, per member: (token, copies << 16 | home + 1)
+of each row, then (expert, gate weight) of each copy. `home` is the index of the
+token's home among the holders, 0 where it is not told with this row. A combine
+sends one word per row, its token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from disagmoe.runtime.errors import ExchangeError
+from disagmoe.runtime.transport import Slab, empty_rows
+from disagmoe.runtime.wire import WORD_BYTES, Format, Splits
+
+ROW_WORDS = 2
+_COPIES_SHIFT = 16
+_HOME_MASK = (1 << _COPIES_SHIFT) - 1
+
+
+@dataclass(frozen=True)
+class End:
+    """One end of a leg: a tensor of `size` rows, and the row of each wire row by member.
+
+    `order` [sum(splits)] may name a row several times at the upper end; None =
+    all rows, in order.
+    """
+
+    size: int
+    splits: Splits
+    order: Tensor | None = None
+
+    def pack(self, rows: Tensor) -> Slab:
+        """Wire rows of `rows` [size, ...]."""
+        picked = rows if self.order is None else rows.index_select(0, self.order)
+        return Slab(picked.contiguous(), self.splits)
+
+    def place(self, wire: Tensor) -> Tensor:
+        """Wire rows back to rows [size, ...]; every row has exactly one."""
+        if self.order is None:
+            return wire
+        return empty_rows(self.size, wire).index_copy_(0, self.order, wire)
+
+    def add_up(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows [size, ...], each the sum of its wire rows, added in `dtype` in wire order."""
+        if self.order is None:
+            return wire
+        (rows, first), *more = self._layers
+        total = wire.index_select(0, first)
+        if rows.shape[0] != self.size:  # rows that got nothing are zero
+            total = wire.new_zeros((self.size, *wire.shape[1:])).index_copy_(0, rows, total)
+        if not more:
+            return total
+        total = total.to(dtype)
+        for rows, nth in more:
+            # Within one layer every row appears once, so even atomic adds have only one order.
+            total.index_add_(0, rows, wire.index_select(0, nth).to(dtype))
+        return total.to(wire.dtype)
+
+    @cached_property
+    def _layers(self) -> list[tuple[Tensor, Tensor]]:
+        """(rows, ascending; wire rows) of the first, second, ... contribution to each row."""
+        assert self.order is not None
+        by_row, wire = self.order.sort(stable=True)
+        counts = torch.bincount(by_row, minlength=self.size)
+        nth = torch.arange(by_row.shape[0], device=by_row.device) - (counts.cumsum(0) - counts)[by_row]
+        deepest = int(counts.max()) if self.size else 0
+        return [(by_row[nth == depth], wire[nth == depth]) for depth in range(max(deepest, 1))]
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One hop of a route on one rank: rows at the upper (owner) and the lower (holder) end, copies likewise."""
+
+    upper: End
+    lower: End
+    upper_copies: End
+    lower_copies: End
+
+
+@dataclass(frozen=True)
+class Load:
+    """Tokens on one rank, on their way to the experts.
+
+    `tokens` [n] numbers in the micro-batch; `home` [n] index of the holder at
+    home, -1 = not known here. Copies, sorted by row: `row` [c], `expert` [c]
+    (global), `weight` [c].
+    """
+
+    tokens: Tensor
+    home: Tensor
+    row: Tensor
+    expert: Tensor
+    weight: Tensor
+
+
+@dataclass(frozen=True)
+class Departure:
+    """What one rank sends down one leg: the upper ends and the metadata."""
+
+    rows: End
+    copies: End
+    words: Slab
+
+
+def depart(load: Load, reach: Tensor, expert_holder: Tensor, members: int, *, merged: bool) -> Departure:
+    """Plan the next hop of `load`.
+
+    `reach` [holders]: position of the member each holder is reached through, -1 =
+    not from here. `expert_holder` [experts]: holder of each expert. `merged`:
+    one row per (token, member), otherwise one per copy.
+    """
+    size = load.tokens.shape[0]
+    member = reach[expert_holder[load.expert]]
+    if bool((member < 0).any()):
+        raise ExchangeError(f"experts {sorted(set(load.expert[member < 0].tolist()))} cannot be reached from here")
+    home_member = torch.where(load.home >= 0, reach[load.home.clamp(min=0)], -1)
+    told = _merged_rows if merged else _single_rows
+    sources, row_member, row_of_copy, home = told(load, member, home_member, expert_holder)
+    copies = row_of_copy.argsort(stable=True)
+    per_row = torch.bincount(row_of_copy, minlength=sources.shape[0])
+    rows = End(size, _splits(row_member, members), sources)
+    copy_end = End(load.row.shape[0], _splits(row_member[row_of_copy], members), copies)
+    flags = per_row << _COPIES_SHIFT | (home + 1)
+    row_words = torch.stack((load.tokens[sources], flags), 1).to(torch.int32)
+    weights = load.weight[copies].view(torch.int32).view(copies.shape[0], load.weight.element_size() // WORD_BYTES)
+    copy_words = torch.cat((load.expert[copies].to(torch.int32).unsqueeze(1), weights), 1)
+    return Departure(rows, copy_end, _join_words(row_words, rows.splits, copy_words, copy_end.splits))
+
+
+def arrive(words: Slab, row_splits: Splits, form: Format) -> tuple[Load, Splits]:
+    """The load of `row_splits` rows that came with `words`, and the copies per member."""
+    per_copy = 1 + form.copy_words
+    copy_splits = tuple((w - ROW_WORDS * r) // per_copy for w, r in zip(words.splits, row_splits, strict=True))
+    if any(ROW_WORDS * r + per_copy * c != w for w, r, c in zip(words.splits, row_splits, copy_splits, strict=True)):
+        raise ExchangeError(f"{list(words.splits)} words of metadata do not describe {list(row_splits)} rows")
+    row_words, copy_words = _part_words(words, row_splits, copy_splits, per_copy)
+    flags = row_words[:, 1].long()
+    per_row = flags >> _COPIES_SHIFT
+    if int(per_row.sum()) != sum(copy_splits):
+        raise ExchangeError(f"{sum(copy_splits)} expert ids came for rows with {int(per_row.sum())} copies")
+    count = per_row.shape[0]
+    load = Load(
+        tokens=row_words[:, 0].long(),
+        home=(flags & _HOME_MASK) - 1,
+        row=torch.repeat_interleave(torch.arange(count, device=per_row.device), per_row),
+        expert=copy_words[:, 0].long(),
+        weight=copy_words[:, 1:].clone(memory_format=torch.contiguous_format).view(form.sum_dtype).flatten(),
+    )
+    return load, copy_splits
+
+
+def return_end(tokens: Tensor, member: Tensor, members: int) -> tuple[End, Slab]:
+    """The lower end for rows with numbers `tokens` [n] that go back to `member` [n], and its metadata."""
+    order = member.argsort(stable=True)
+    ordered = bool((member[1:] >= member[:-1]).all())
+    end = End(tokens.shape[0], _splits(member, members), None if ordered else order)
+    return end, Slab(tokens[order].to(torch.int32), end.splits)
+
+
+def _merged_rows(
+    load: Load, member: Tensor, home_member: Tensor, expert_holder: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One row per (member, token) with a copy or the home there."""
+    size = load.tokens.shape[0]
+    at_home = torch.nonzero(home_member >= 0).flatten()
+    keys = torch.cat((member * size + load.row, home_member[at_home] * size + at_home))
+    rows, row_of_key = torch.unique(keys, return_inverse=True)
+    source = rows % size if size else rows
+    row_member = rows // size if size else rows
+    return source, row_member, row_of_key[: load.row.shape[0]], load.home[source]
+
+
+def _single_rows(
+    load: Load, member: Tensor, home_member: Tensor, expert_holder: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One row per copy; the first copy that goes home says so, and where none does a row is added."""
+    size, count, device = load.tokens.shape[0], load.row.shape[0], load.tokens.device
+    goes_home = torch.nonzero(expert_holder[load.expert] == load.home[load.row]).flatten()
+    first = torch.full((size,), count, device=device).scatter_reduce_(0, load.row[goes_home], goes_home, "amin")
+    marked = first[first < count]
+    extra = torch.nonzero((first == count) & (home_member >= 0)).flatten()
+    source = torch.cat((load.row, extra))
+    row_member = torch.cat((member, home_member[extra]))
+    home = torch.full_like(source, -1)
+    home[marked] = load.home[load.row[marked]]
+    home[count:] = load.home[extra]
+    order = (row_member * max(size, 1) + source).argsort(stable=True)
+    row_of_copy = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=device))[:count]
+    return source[order], row_member[order], row_of_copy, home[order]
+
+
+def _splits(member: Tensor, members: int) -> Splits:
+    return tuple(torch.bincount(member, minlength=members).tolist())
+
+
+def _join_words(row_words: Tensor, row_splits: Splits, copy_words: Tensor, copy_splits: Splits) -> Slab:
+    """Per member its row words, then its copy words."""
+    parts = []
+    for rows, copies in zip(
+        torch.split(row_words, list(row_splits)), torch.split(copy_words, list(copy_splits)), strict=True
+    ):
+        parts += [rows.flatten(), copies.flatten()]
+    splits = tuple(
+        r * row_words.shape[1] + c * copy_words.shape[1] for r, c in zip(row_splits, copy_splits, strict=True)
+    )
+    return Slab(torch.cat(parts), splits)
+
+
+def _part_words(words: Slab, row_splits: Splits, copy_splits: Splits, per_copy: int) -> tuple[Tensor, Tensor]:
+    """Row words [n, 2] and copy words [c, per_copy] of all members."""
+    rows, copies = [], []
+    for piece, r, c in zip(words.pieces(), row_splits, copy_splits, strict=True):
+        of_rows, of_copies = torch.split(piece, [ROW_WORDS * r, per_copy * c])
+        rows.append(of_rows)
+        copies.append(of_copies)
+    return torch.cat(rows).view(-1, ROW_WORDS), torch.cat(copies).view(-1, per_copy)

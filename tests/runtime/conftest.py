@@ -1,0 +1,32 @@
+"""One pool of processes per world size for the whole session: a process start costs more than most cases."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from disagmoe.runtime.launch import Pool
+
+
+class Pools:
+    """Pools by world size, started when first asked for, replaced when a test has ended one."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Pool] = {}
+
+    def __call__(self, world_size: int) -> Pool:
+        if world_size not in self._pools or not self._pools[world_size].is_open:
+            self._pools[world_size] = Pool(world_size, group_timeout_s=20.0)
+        return self._pools[world_size]
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    torch.set_num_threads(1)
+    started = Pools()
+    yield started
+    started.close()
