@@ -30,13 +30,14 @@ Four things are decided here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disagmoe.kernels import record_transfers
-from disagmoe.ops import Phase, Stream
+from disagmoe.ops import Kind, Phase, Stream
+from disagmoe.plan.af_recompute import repeat_layers
 from disagmoe.plan.af_ring import HEADS, Ring, Step, ring_steps
 from disagmoe.plan.expand import Cell, TailRow, expand, step_tail
 from disagmoe.plan.orders import StageOrder, alternate, grouped_table, near_equal_groups, peak_in_flight, warmup
@@ -90,13 +91,15 @@ def af_pipe_program(
     head: str = "last_f",
     compute_streams: int = 1,
     in_flight: Sequence[int] | None = None,
+    recompute: Collection[Kind] = (),
 ) -> Program:
     """The Program of one training step of `layers` layers and m micro-batches on 2p workers.
 
     The ring is planned for whole rounds of p layers; what does not exist is left
     out. With two compute streams, `in_flight` bounds the layers each worker holds
-    (default: the most the order on one stream holds). Raises ValueError for an
-    unknown order or head, a group outside [2p, 4p], or another number of streams.
+    (default: the most the order on one stream holds). Kinds in `recompute` run again
+    before their backward (see `af_recompute.py`). Raises ValueError for an unknown
+    order or head, a group outside [2p, 4p], or another number of streams.
     """
     ring = _ring(p, layers, head, compute_streams)
     orders = list(af_orders(p, ring.chunks, m, group, order))
@@ -115,7 +118,8 @@ def af_pipe_program(
         layers_of = {c: [c * p + w % p] for c in range(ring.chunks) if c * p + w % p < layers}
         tail += step_tail(w, own, layers_of, shared=w == 0 or w in ring.head_workers)
     sent = _transfer_slots(orders, steps, m)
-    table = _in_slot_order(expand(orders, dict(steps), tail), steps, sent)
+    templates, orders = repeat_layers(ring, steps, orders, sent, recompute)
+    table = _in_slot_order(expand(orders, templates, tail), steps, sent)
     return Program.from_table(
         table,
         n_workers=2 * p,

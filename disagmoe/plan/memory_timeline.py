@@ -118,13 +118,21 @@ def compute_order(program: Program) -> NDArray[np.intp]:
 
 
 def _action_number(program: Program, rows: NDArray[np.intp]) -> NDArray[np.int64]:
-    """Number of the row's action (all compute of one layer and micro-batch, one direction) on its stream."""
+    """Number, on its stream, of the action a row belongs to: all compute of one layer and micro-batch, one direction.
+
+    A repeat (R) has the number of the action that follows, the output head of the one before.
+    """
     columns = ("worker", "stream", "layer", "microbatch", "replica")
     named = np.stack([getattr(program, name)[rows] for name in columns], axis=1).astype(np.int64)
     named[program.kind[rows] == int(Kind.EMBED), 2] = 0
-    head = program.kind[rows] == int(Kind.HEAD)
-    changes = np.concatenate([[True], (named[1:] != named[:-1]).any(axis=1)]) & ~head
+    apart = np.isin(program.kind[rows], (int(Kind.HEAD), int(Kind.OPTIM)))
+    repeat = program.phase[rows] == int(Phase.R)
+    counted = np.flatnonzero(~apart & ~repeat)
+    changes = np.zeros(rows.shape[0], dtype=np.int64)
+    changes[counted] = np.concatenate([[True], (named[counted][1:] != named[counted][:-1]).any(axis=1)])
+    count = np.cumsum(changes)
     stream = named[:, 0] * len(Stream) + named[:, 1]
-    count = np.cumsum(changes) - 1
-    number: NDArray[np.int64] = count - count[np.searchsorted(stream, stream, side="left")]
+    first = np.searchsorted(stream, stream, side="left")
+    before = count[first] - changes[first]
+    number: NDArray[np.int64] = np.maximum(count - before - 1 + repeat, 0)
     return number
