@@ -7,7 +7,8 @@ stages whose chunk is one layer. Dispatch (A to F of one layer) and combine (F
 straight to the *next* layer's A, so there is no P2P) are transfers on one send
 and one receive stream per worker.
 
-Four things are decided here.
+What a worker does with one micro-batch, and where the output head is, is decided in
+`af_ring.py`. Five things are decided here.
 
 1. *Groups.* Micro-batches are cut into near-equal groups of at most Ng, always:
    Megatron's full groups with a short last one drain the ring at the end.
@@ -23,9 +24,16 @@ Four things are decided here.
    therefore ordered by the slot a transfer takes when the ring runs in lock-step
    (`kernels.record_transfers`). That run is one in which every operation does
    start, so no set of durations can deadlock the order.
-4. *The output head* runs, forward and backward together, midway between the last
-   layer's forward and its backward, so that the reductions on either side of it
-   overlap with other micro-batches where the warm-up leaves room.
+4. *The output head.* A whole one runs, forward and backward together, midway between
+   the forward and the backward of its place in the ring (of the last layer, or of
+   the one that would follow it), so that the transfers on either side of it overlap
+   with other micro-batches where the warm-up leaves room. The chunks of a spread one
+   have the places of the layers that would follow, which each F-group has one of.
+5. *Compute streams.* With one, a worker runs its order as it is. With two, forwards
+   and backwards are in-order streams of their own that share the GPU, and a forward
+   starts only while the worker holds fewer layers than the order on one stream holds
+   at most (`Program.in_flight`). The lock-step run keeps that bound, so it proves
+   this form free of deadlocks as well. Transfers keep their order and streams.
 """
 
 from __future__ import annotations

@@ -18,9 +18,12 @@ from disagmoe.plan.plan import Batch, Layout, Placement
 from disagmoe.plan.program import Program
 from disagmoe.system import Candidate, NotApplicable, Problem
 from disagmoe.systems.pools import NIC_RULES, Shape, place, shapes
+from disagmoe.systems.shortlist import shortlist
 
 STREAMS = (2, 1)
 """Compute streams, the paper's form first."""
+MOST_UNEVEN = 1.05
+"""Load of the fullest expert rank over the mean, of the EP sizes tried where the tuner may choose."""
 HEAD_NAMES = {"last_f": "last F-group", "next_a": "next A-group", "spread": "all F-groups"}
 
 
@@ -67,24 +70,26 @@ class DisagMoE:
         cluster = problem.cluster
         if cluster.gpus < 2:
             raise NotApplicable(f"needs at least 2 GPUs for disaggregation, the cluster has {cluster.gpus}")
-        for index, n in enumerate(self._expert_sizes(problem)):
-            # An EP size that was asked for is kept wherever it fits; a free one is all one tier.
-            tier = 0 if problem.ep is None else index
-            for rule, shape in self._shapes(problem, n):
-                for sequences in self._micro_batches(problem, shape.dp * shape.m):
-                    yield {
-                        "tier": tier,
-                        "nics": rule,
-                        "p": shape.p,
-                        "dp": shape.dp,
-                        "m": shape.m if self.m is not None else _needed(problem, shape, sequences),
-                        "n": n,
-                        "stage_nodes": shape.stage_nodes,
-                        "micro_batch": sequences,
-                        "order": self.order or ORDERS[0],
-                        "group": self.group or 4 * shape.p,
-                        "compute_streams": self.compute_streams or STREAMS[0],
-                    }
+        sizes = self._expert_sizes(problem)
+        # An EP size that was asked for is kept wherever it fits; a free one is all one tier.
+        for tier, tried in enumerate([sizes] if problem.ep is None else [[n] for n in sizes]):
+            yield from shortlist(problem, [{"tier": tier, **c} for n in tried for c in self._of_size(problem, n)])
+
+    def _of_size(self, problem: Problem, n: int) -> Iterator[Candidate]:
+        for rule, shape in self._shapes(problem, n):
+            for sequences in self._micro_batches(problem, shape.dp * shape.m):
+                yield {
+                    "nics": rule,
+                    "p": shape.p,
+                    "dp": shape.dp,
+                    "m": shape.m if self.m is not None else _needed(problem, shape, sequences),
+                    "n": n,
+                    "stage_nodes": shape.stage_nodes,
+                    "micro_batch": sequences,
+                    "order": self.order or ORDERS[0],
+                    "group": self.group or 4 * shape.p,
+                    "compute_streams": self.compute_streams or STREAMS[0],
+                }
 
     def refinements(self, problem: Problem, candidate: Candidate) -> Iterable[Candidate]:
         """Every order, in-flight group size and number of compute streams of a split."""
@@ -173,8 +178,9 @@ class DisagMoE:
             return [self.n]
         most = min(limit, problem.cluster.gpus // 2)
         if problem.ep is None:
-            # One more GPU helps only where the fullest rank then holds fewer experts.
-            return [n for n in range(1, most + 1) if n == 1 or ceil(experts / n) < ceil(experts / (n - 1))]
+            # One more GPU helps only where the fullest rank then holds fewer experts; ranks are nearly equal.
+            few = [n for n in range(1, most + 1) if n == 1 or ceil(experts / n) < ceil(experts / (n - 1))]
+            return [n for n in few if ceil(experts / n) * n <= MOST_UNEVEN * experts]
         target = min(problem.ep, limit)
         larger = [target << i for i in range(8) if target << i <= most]
         smaller = [size for i in reversed(range(1, target.bit_length())) if (size := target >> i) < target]

@@ -169,8 +169,12 @@ def test_production_and_consumption_order_deadlocks() -> None:
     after = {before: op for op, wanted in needs.items() for before in wanted}
     for worker in range(4):
         at = {op: i for i, op in enumerate(streams[worker, Stream.COMPUTE])}
-        streams[worker, Stream.SEND].sort(key=lambda op, at=at: at[needs[op][0]])
-        streams[worker, Stream.RECV].sort(key=lambda op, at=at: at[after[op]])
+        for stream, neighbour in (
+            (Stream.SEND, {op: wanted[0] for op, wanted in needs.items() if wanted}),
+            (Stream.RECV, after),
+        ):
+            ordered = sorted((at[neighbour[op]], op) for op in streams[worker, stream])
+            streams[worker, stream] = [op for _, op in ordered]
     assert af_run(streams, needs, seconds(0.5)) is None
 
 

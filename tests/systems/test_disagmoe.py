@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from disagmoe.allocator import tune
+from disagmoe.ops import Kind, Phase, Stream
+from disagmoe.plan.memory import holdings
 from disagmoe.plan.plan import Plan
-from disagmoe.plan.pricing import price
+from disagmoe.plan.pricing import LayoutCosts, price
 from disagmoe.plan.verify import verify
 from disagmoe.simulator import simulate
+from disagmoe.specs import load_cluster, parameters
+from disagmoe.specs.params import head_params
 from disagmoe.system import NotApplicable, Problem
 from disagmoe.systems import DisagMoE
 from tests.problems import problem, small_cluster
+
+EXCHANGE = (int(Kind.DISPATCH), int(Kind.COMBINE), int(Kind.P2P))
 
 
 def candidate(**changes: str | int) -> dict[str, str | int | float]:
@@ -109,9 +116,211 @@ def test_free_expert_parallelism_is_never_slower() -> None:
     assert best(free) <= best(asked)
 
 
+@pytest.mark.parametrize(("model", "most"), [("qwen3", 300), ("deepseek_moe", 300), ("gpt_oss", 300)])
+@pytest.mark.parametrize("ep", [16, None])
+def test_the_search_space_stays_small(model: str, most: int, ep: int | None) -> None:
+    """Splits looked at on 128 GPUs before anything is refined, per EP size where one is asked for."""
+    pr = problem(model, "h800_128", global_batch=2048, ep=ep)
+    found = [c for c in DisagMoE().candidates(pr) if c["tier"] == 0]
+    assert 0 < len(found) <= most
+    assert ep is None or {c["nics"] for c in found} == {"halves", "own", "shared_nodes"}
+    keys = [tuple(sorted(c.items())) for c in found]
+    assert len(set(keys)) == len(keys)
+
+
+def test_attention_gpus_that_would_only_fill_up_the_last_micro_batch_stay_out() -> None:
+    """100 sequences, dp M = 4 x 16 ranks: two micro-batches, which 4 x 13 = 52 ranks do as well, and 48 do not."""
+    pr = problem("deepseek_moe", "h800_128", global_batch=100, micro_batch=1)
+    found = {(c["nics"], c["p"], c["dp"]): c["m"] for c in DisagMoE().candidates(pr) if c["tier"] == 0}
+    assert found["halves", 1, 4] == 13
+    asked = {(c["nics"], c["p"], c["dp"]): c["m"] for c in DisagMoE(m=16).candidates(pr) if c["tier"] == 0}
+    assert asked["halves", 1, 4] == 16
+
+
+def test_groups_in_flight_reach_from_2p_to_4p() -> None:
+    pr = problem("deepseek_moe", "h800_128", global_batch=1024)
+    base = candidate(p=4, group=16)  # 64 micro-batches
+    tried = list(DisagMoE().refinements(pr, base))
+    groups = {int(c["group"]) for c in tried}
+    assert min(groups) >= 8 and max(groups) == 16
+    assert {-(-64 // g) for g in groups} == {4, 5, 6, 7, 8}  # every number of groups that 8 to 16 can give
+    assert {(c["order"], c["compute_streams"]) for c in tried} == {
+        (order, streams) for order in ("megatron", "comm_stage") for streams in (1, 2)
+    }
+    assert {int(c["group"]) for c in DisagMoE(group=11).refinements(pr, base)} == {11}
+    layout = DisagMoE().layout(pr, candidate(group=11))
+    assert layout.details["group"] == 11
+    with pytest.raises(NotApplicable, match=r"group size 17 with p = 4: allowed are 8 to 16"):
+        DisagMoE().program(pr, DisagMoE().layout(pr, candidate(group=17)))
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_compute_streams_are_planned_and_printed(streams: int) -> None:
+    pr = problem("deepseek_moe", "h800_128", global_batch=256)
+    system = DisagMoE(compute_streams=streams)
+    layout = system.layout(pr, candidate())
+    program = system.program(pr, layout)
+    assert layout.details["compute_streams"] == streams
+    assert bool((program.stream == Stream.COMPUTE_B).any()) == (streams == 2)
+    assert len(program.in_flight) == (8 if streams == 2 else 0)
+    assert {c["compute_streams"] for c in system.refinements(pr, candidate())} == {streams}
+    verify(program)
+
+
+def test_two_streams_are_the_paper_s_form_and_one_is_tried() -> None:
+    pr = problem("tiny", small_cluster(nodes=2), seq=512, global_batch=64, ep=4)
+    assert all(c["compute_streams"] == 2 for c in DisagMoE().candidates(pr))
+    assert DisagMoE().layout(pr, candidate(p=1, m=4, n=4)).details["compute_streams"] == 2
+
+    def best(system: DisagMoE) -> float:
+        found = tune(system, pr, lambda p: simulate(p.program, price(p.layout, p.program, pr.costs)).step_s)
+        assert found.step_s is not None
+        return found.step_s
+
+    assert best(DisagMoE()) == min(best(DisagMoE(compute_streams=1)), best(DisagMoE(compute_streams=2)))
+
+
+@pytest.mark.parametrize(
+    ("head", "workers", "printed"),
+    [("last_f", (5,), "last F-group"), ("next_a", (2,), "next A-group"), ("spread", (4, 5, 6, 7), "all F-groups")],
+)
+def test_head_placement(head: str, workers: tuple[int, ...], printed: str) -> None:
+    """94 layers on p = 4: who holds the output matrix, and that a plan of it is sound and complete."""
+    pr = problem("qwen3", "h800_128", global_batch=512, transport="m2n_rdma", merge="node")
+    system = DisagMoE(head=head)
+    layout = system.layout(pr, candidate())
+    assert layout.placement.heads == workers
+    assert layout.placement.head == workers[0]
+    assert layout.details["head"] == printed
+    assert layout.placement.embed == 0
+    program = system.program(pr, layout)
+    verify(program)
+    at = {int(w) for w in program.worker[program.kind == Kind.HEAD]}
+    assert at == set(workers)
+    price(layout, program, pr.costs)
+
+
+@pytest.mark.parametrize("head", ["last_f", "next_a", "spread"])
+def test_the_parameters_of_the_head_are_held_once(head: str) -> None:
+    pr = problem("qwen3_30b", "h800_128")
+    held = holdings(DisagMoE(head=head).layout(pr, candidate()), pr.model)
+    total = sum(h.dense for h in held) + 16 * sum(h.expert for h in held)
+    assert total == pytest.approx(parameters(pr.model).total, rel=1e-12)
+    if head == "spread":
+        assert [h.dense for h in held[4:]] == pytest.approx([head_params(pr.model) / 4] * 4)
+
+
+def test_spread_head_by_hand() -> None:
+    """qwen3, p = 4, M = N = 16, one sequence of 4096: 4096 tokens and a quarter of the vocabulary per F-GPU."""
+    pr = problem("qwen3", "h800_128", global_batch=512, transport="m2n_rdma", merge="node")
+    prices = LayoutCosts(DisagMoE(head="spread").layout(pr, candidate()), pr.costs)
+    assert prices.op(Kind.HEAD, Phase.F, -1).seconds == pr.costs.head(Phase.F, 4096.0, vocab_shards=4)
+    # Maximum, sum and target logit of 4096 tokens (12 bytes each) are all-reduced between four nodes.
+    statistics = pr.costs.all_reduce(nbytes=4096 * 12, ranks=4, nodes=4, nic_gbs=50.0)
+    assert 0.0 < statistics.seconds < 1e-3
+    assert prices.op(Kind.HEAD, Phase.B, -1).seconds == (
+        pr.costs.head(Phase.B, 4096.0, vocab_shards=4) + statistics.seconds
+    )
+    hop = prices.op(Kind.P2P, Phase.F, pr.model.layers - 1)
+    assert hop.nic_bytes == 4096 * 4096 * 2  # tokens x hidden x bf16, once
+    whole = LayoutCosts(DisagMoE().layout(pr, candidate()), pr.costs)
+    assert whole.op(Kind.HEAD, Phase.F, -1).seconds > 3.9 * prices.op(Kind.HEAD, Phase.F, -1).seconds
+
+
+def test_a_spread_head_takes_the_straggler_away() -> None:
+    """The head is worth two to four layers of 94, on one of four groups."""
+    pr = problem("qwen3", "h800_128", global_batch=2048, transport="m2n_rdma", merge="node")
+    step = {}
+    for head in ("last_f", "next_a", "spread"):
+        system = DisagMoE(head=head)
+        layout = system.layout(pr, candidate(micro_batch=4, group=16))
+        program = system.program(pr, layout)
+        step[head] = simulate(program, price(layout, program, pr.costs)).step_s
+    assert step["spread"] < step["next_a"] < step["last_f"]
+    assert step["spread"] < 0.95 * step["last_f"]
+
+
+def test_next_a_combines_on_the_way_to_the_head() -> None:
+    """The combine after the last layer is priced like any other, and there is no reduction inside the F-group."""
+    pr = problem("qwen3", "h800_128", global_batch=512, transport="m2n_rdma", merge="node")
+    system = DisagMoE(head="next_a")
+    layout = system.layout(pr, candidate())
+    prices = LayoutCosts(layout, pr.costs)
+    assert prices.op(Kind.COMBINE, Phase.F, 93) == prices.op(Kind.COMBINE, Phase.F, 0)
+    assert not (system.program(pr, layout).stream == Stream.COLL).any()
+    assert prices.op(Kind.HEAD, Phase.F, -1).seconds == pr.costs.head(Phase.F, 4096.0)
+
+
+def test_merge_reaches_the_prices_and_the_plan() -> None:
+    """16 F-GPUs on two nodes, top-8 of 128: 8 copies, one per rank hit, or one per node hit cross a NIC."""
+    from math import comb
+
+    def hit(units: int) -> float:
+        return units * (1 - comb(128 - 128 // units, 8) / comb(128, 8))
+
+    rows = {"none": 8.0, "rank": hit(16), "node": hit(2)}
+    for merge, copies in rows.items():
+        pr = problem("qwen3", "h800_128", transport="m2n_rdma", merge=merge)
+        layout = DisagMoE().layout(pr, candidate())
+        assert (layout.merge, layout.details["merge"]) == (merge, merge)
+        prices = LayoutCosts(layout, pr.costs)
+        for kind, phase in ((Kind.DISPATCH, Phase.F), (Kind.COMBINE, Phase.F), (Kind.DISPATCH, Phase.B)):
+            assert prices.op(kind, phase, 5).nic_bytes == pytest.approx(4096 * 4096 * 2 * copies, rel=1e-12)
+
+
+def test_replicas_of_the_ring() -> None:
+    """dp = 2: half the micro-batches, gradients of attention over 2 M and of experts over 2 ranks, 64 GPUs used."""
+    pr = problem("qwen3", "h800_128", global_batch=512, transport="m2n_rdma", merge="node")
+    one, two = (DisagMoE().layout(pr, candidate(p=2, dp=dp, group=8)) for dp in (1, 2))
+    assert (one.batch.microbatches, two.batch.microbatches) == (32, 16)
+    assert (one.placement.gpus_used, two.placement.gpus_used) == (64, 128)
+    assert (one.details["dp"], two.details["dp"]) == (1, 2)
+    held = [holdings(layout, pr.model) for layout in (one, two)]
+    assert [(h[0].dense_ranks, h[2].expert_ranks) for h in held] == [(16, 1), (32, 2)]
+    alone, shared = (LayoutCosts(layout, pr.costs) for layout in (one, two))
+    f_worker = 2
+    assert alone.worker_op(Kind.GRAD_SYNC, Phase.B, 0, f_worker).seconds == 0.0
+    assert shared.worker_op(Kind.GRAD_SYNC, Phase.B, 0, f_worker).seconds > 0.0
+    assert shared.worker_op(Kind.OPTIM, Phase.F, -1, 0).seconds < alone.worker_op(Kind.OPTIM, Phase.F, -1, 0).seconds
+    # One replica runs the Program; both are alike.
+    assert DisagMoE().program(pr, two).n_workers == 4
+
+
+def test_on_one_node_nothing_crosses_a_nic() -> None:
+    clusters = [(small_cluster(nodes=1), "h800"), (load_cluster("laptop"), "laptop")]
+    for cluster, name in clusters:
+        pr = problem("tiny", cluster, seq=512, global_batch=32, ep=2, transport="m2n_rdma", merge="node")
+        for head in ("last_f", "next_a", "spread"):
+            plan = tuned_plan(pr, DisagMoE(head=head))
+            verify(plan.program)
+            assert plan.layout.details["nics"] == "shared_nodes", name
+            pricing = price(plan.layout, plan.program, pr.costs)
+            assert (pricing.link[np.isin(plan.program.kind, EXCHANGE)] == 1).all()
+            assert (pricing.wire_bytes == 0.0).all()  # gradients stay inside the node as well
+
+
+def test_shared_nodes_on_a_cluster() -> None:
+    """EP 16 on four nodes: a quarter of the dispatch stays on the node; the combine goes on to other nodes."""
+    pr = problem("qwen3", "h800_128", global_batch=512, transport="m2n_rdma", merge="none")
+    system = DisagMoE(nics="shared_nodes")
+    layout = system.layout(pr, candidate(nics="shared_nodes", stage_nodes=4))
+    assert layout.details["nodes_per_stage"] == 4
+    prices = LayoutCosts(layout, pr.costs)
+    rows = 4096 * 4096 * 2 * 8
+    assert prices.op(Kind.DISPATCH, Phase.F, 0).nic_bytes == pytest.approx(0.75 * rows)
+    assert prices.op(Kind.DISPATCH, Phase.B, 0).nic_bytes == pytest.approx(0.75 * rows)
+    assert prices.op(Kind.COMBINE, Phase.F, 0).nic_bytes == pytest.approx(rows)
+    # With one stage the next layer's attention is on the same nodes too.
+    single = LayoutCosts(system.layout(pr, candidate(nics="shared_nodes", stage_nodes=4, p=1, group=4)), pr.costs)
+    assert single.op(Kind.COMBINE, Phase.F, 0).nic_bytes == pytest.approx(0.75 * rows)
+    verify(system.program(pr, layout))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"head": "first_a"}, r"disagmoe head='first_a': allowed are last_f, next_a, spread"),
+        ({"compute_streams": 3}, r"disagmoe compute_streams=3: allowed are 2, 1"),
         ({"nics": "all"}, r"disagmoe nics='all': allowed are halves, own, shared_nodes"),
         ({"order": "x"}, r"disagmoe order='x': allowed are"),
         ({"p": 0}, r"disagmoe p=0: must be at least 1"),
