@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from itertools import combinations
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ class Case:
     experts: int = 6
     top_k: int = 2
     tokens: tuple[int, ...] = ()  # per owner; () = 5 each
-    routing: str = "random"  # random, first (all to expert 0 and up), dense
+    routing: str = "random"  # random, first (all to expert 0 and up), every (each choice once per owner), dense
     answer: str = "owners"  # who gets the combined tokens: owners, or near-equal blocks over the holders
     dtype: torch.dtype = torch.float64
     width: int = 4
@@ -88,6 +89,8 @@ class Problem:
 
         if case.routing == "random":
             ids = torch.rand(total, case.experts, generator=draw).argsort(1)[:, :k]
+        elif case.routing == "every":
+            ids = torch.tensor([*combinations(range(case.experts), k)]).repeat(len(case.owners), 1)
         else:
             ids = torch.arange(k).expand(total, k).contiguous()
         scale = case.width**-0.5
