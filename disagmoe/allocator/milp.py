@@ -19,7 +19,7 @@ asks for one of them must have no solution.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from disagmoe.allocator.allocation import (
@@ -54,21 +54,24 @@ def allocate(
     mode: str = "whole_nodes",
     sizes: Sizes | None = None,
     memory: MemoryOf | None = None,
+    check: MemoryOf | None = None,
     settings: Settings | None = None,
 ) -> Allocation:
     """The best division of a problem's cluster.
 
     With an expert-parallel size asked for, expert groups have that size; where
     nothing fits in memory with it, double and so on, then half. `memory` gives
-    GiB per Shape (default: weights, gradients and optimizer state). Raises
-    Infeasible naming the limit that binds, SolverError where the solver fails.
+    GiB per Shape (default: weights, gradients and optimizer state); `check` gives
+    the whole of it and is asked only about Shapes that were chosen: what it
+    refuses is out. Raises Infeasible naming the limit that binds, SolverError where
+    the solver fails.
     """
     settings = settings or Settings()
     tiers = [sizes] if sizes is not None or problem.ep is None else _expert_tiers(problem)
     reasons: list[Infeasible] = []
     for tier in tiers:
         try:
-            return solve(allocation_model(problem, mode, tier, memory), settings)
+            return solve(allocation_model(problem, mode, tier, memory), settings, check)
         except Infeasible as reason:
             reasons.append(reason)
     # A size that could be placed comes closest: what it lacks is memory.
@@ -82,17 +85,32 @@ def _expert_tiers(problem: Problem) -> list[Sizes]:
     return [Sizes(n=(n,)) for n in (*(larger or [asked]), *smaller)]
 
 
-def solve(model: AllocationModel, settings: Settings | None = None) -> Allocation:
+def solve(model: AllocationModel, settings: Settings | None = None, check: MemoryOf | None = None) -> Allocation:
     """Solve a model; without any solver that runs, `auto` searches exhaustively and says so."""
     settings = settings or Settings()
+    while True:
+        plan = allocation(model, _choice(model, settings))
+        if check is None:
+            return plan
+        needed = check(plan.shape)
+        options = tuple(replace(o, memory_gib=needed) if o.shape == plan.shape else o for o in model.options)
+        model = replace(model, options=options)
+        if max(needed) <= model.limit_gib:
+            attention, expert = (
+                replace(share, memory_gib=gib) for share, gib in zip((plan.attention, plan.expert), needed, strict=True)
+            )
+            return replace(plan, attention=attention, expert=expert)
+
+
+def _choice(model: AllocationModel, settings: Settings) -> Choice:
     if settings.solver == EXHAUSTIVE:
-        return allocation(model, search(model))
+        return search(model)
     try:
-        return allocation(model, _Search(model, settings).choose())
+        return _Search(model, settings).choose()
     except SolverMissing as reason:
         if settings.solver != "auto":
             raise
-        return allocation(model, search(model, (f"exhaustive search instead of a solver: {reason}",)))
+        return search(model, (f"exhaustive search instead of a solver: {reason}",))
 
 
 @dataclass

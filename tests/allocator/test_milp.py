@@ -366,6 +366,23 @@ def test_memory_can_be_handed_in() -> None:
     assert plan.attention.memory_gib == limit
 
 
+def test_memory_that_takes_long_is_asked_only_where_it_matters() -> None:
+    pr = on_rdma("deepseek_moe", small_cluster(nodes=4), ep=4)
+    asked: list[Shape] = []
+
+    def whole(shape: Shape) -> tuple[float, float]:
+        asked.append(shape)
+        return (10.0 * shape.micro_batch, 100.0 if shape.p == 1 else 10.0)
+
+    lazy = allocate(pr, check=whole)
+    few = len(asked)
+    eager = allocate(pr, memory=whole)
+    assert lazy == eager
+    assert 1 <= few < len(allocation_model(pr).options)
+    with pytest.raises(Infeasible, match=r"memory: the smallest plan needs 80\.0 GiB per GPU \(pool A\)"):
+        allocate(pr, sizes=Sizes(n=(16,), p=(1,)), check=lambda shape: (80.0, 1.0))
+
+
 def test_the_model_is_the_same_for_every_search() -> None:
     pr = on_rdma("deepseek_moe", small_cluster(nodes=4))
     assert allocation_model(pr) == allocation_model(pr)

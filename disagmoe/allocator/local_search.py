@@ -1,0 +1,217 @@
+"""Local search around a seed: what a formula cannot see, the step function does.
+
+Decides how far to look. A formula's split ignores pipeline fill, synchronisation
+and everything a schedule adds, so the neighbours of the seed are tried with the
+real step (simulated, emulated or measured; it is handed in) and the best is kept:
+Algorithm 1 of the DisagMoE paper (arXiv 2605.11005), which perturbs the seed within
+a radius for K trials. A point is a place on several axes; its distance from the
+centre is the number of steps along the axes. Nearer points come first, equally near
+ones in an order drawn with the given seed, and with `recentre` a better point becomes
+the centre. Trials are counted, never timed, so the search repeats; the result is never
+worse than the seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from disagmoe.plan.memory import peak_static_gib
+from disagmoe.plan.plan import Plan
+from disagmoe.system import Candidate, NotApplicable, Problem, System
+
+Value = str | int | float
+Point = tuple[Value, ...]
+"""One value per axis, in the order of the axes."""
+
+DEFAULT_RADIUS = 2
+DEFAULT_TRIALS = 64
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One thing that may change. Ordered values are one step apart from the next, unordered ones from each other."""
+
+    name: str
+    values: tuple[Value, ...]
+    ordered: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.values or len(set(self.values)) < len(self.values):
+            raise ValueError(f"axis {self.name}: values must be distinct and at least one, got {self.values}")
+
+    def around(self, value: Value, radius: int) -> list[tuple[int, Value]]:
+        """(steps away, value) of everything within `radius`, the value itself first."""
+        at = self.values.index(value)
+        steps = ((abs(i - at) if self.ordered else int(i != at), i) for i in range(len(self.values)))
+        return [(distance, self.values[i]) for distance, i in sorted(steps) if distance <= radius]
+
+
+@dataclass(frozen=True)
+class Space:
+    """Axes, the point to start from, and the planner's candidate of a point (None: there is none)."""
+
+    axes: tuple[Axis, ...]
+    seed: Point
+    candidate: Callable[[Mapping[str, Value]], Candidate | None]
+
+    def __post_init__(self) -> None:
+        if len(self.seed) != len(self.axes):
+            raise ValueError(f"the seed has {len(self.seed)} values for {len(self.axes)} axes")
+        for axis, value in zip(self.axes, self.seed, strict=True):
+            if value not in axis.values:
+                raise ValueError(f"the seed's {axis.name}={value!r} is not on its axis {axis.values}")
+
+    def named(self, point: Point) -> dict[str, Value]:
+        """A point by the names of its axes."""
+        return {axis.name: value for axis, value in zip(self.axes, point, strict=True)}
+
+    def ball(self, centre: Point, radius: int) -> list[list[Point]]:
+        """Points by their distance from the centre, 0 to `radius`, each list in a fixed order."""
+        shells: list[list[Point]] = [[] for _ in range(radius + 1)]
+        for distance, point in self._within(centre, radius, 0):
+            shells[distance].append(point)
+        return shells
+
+    def _within(self, centre: Point, radius: int, index: int) -> Iterator[tuple[int, Point]]:
+        if index == len(self.axes):
+            yield 0, ()
+            return
+        for distance, value in self.axes[index].around(centre[index], radius):
+            for further, rest in self._within(centre, radius - distance, index + 1):
+                yield distance + further, (value, *rest)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One point and what became of it: "timed", "memory" (does not fit) or "not placeable"."""
+
+    point: Mapping[str, Value]
+    candidate: Candidate | None
+    outcome: str
+    reason: str = ""
+    needed_gib: float | None = None
+    step_s: float | None = None
+    best: bool = False
+    """Better than everything before it."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best plan; None where no point could be timed. `seed_s` is None where the seed could not."""
+
+    plan: Plan | None
+    step_s: float | None
+    seed_s: float | None
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def trials(self) -> int:
+        """How often the step function was asked."""
+        return sum(attempt.outcome == "timed" for attempt in self.attempts)
+
+
+def local_search(
+    system: System,
+    problem: Problem,
+    step: Callable[[Plan], float],
+    space: Space,
+    *,
+    radius: int = DEFAULT_RADIUS,
+    trials: int = DEFAULT_TRIALS,
+    seed: int = 0,
+    recentre: bool = True,
+    needed_gib: Callable[[Plan], float] | None = None,
+    on_trial: Callable[[int], None] | None = None,
+) -> Found:
+    """Time the seed and up to `trials` of its neighbours; the best that fits in memory.
+
+    `needed_gib` is the memory of a plan (default: weights, gradients and optimizer
+    state). Without `recentre` the ball stays around the seed. Points that cannot be
+    placed or do not fit are no trials.
+    """
+    if radius < 0 or trials < 0:
+        raise ValueError(f"local search with radius={radius}, trials={trials}: neither may be negative")
+    search = _Search(system, problem, step, space, needed_gib)
+    search.attempt(space.seed)
+    seed_s = search.step_s
+    centre, order = space.seed, random.Random(seed)
+    moved = True
+    while moved:
+        moved = False
+        for point in _shuffled(space.ball(centre, radius), order):
+            if search.timed > trials:
+                break
+            if search.attempt(point):
+                if on_trial is not None:
+                    on_trial(search.timed)
+                if recentre and search.best == point:
+                    centre, moved = point, True
+                    break
+    return Found(search.plan, search.step_s, seed_s, tuple(search.attempts))
+
+
+def _shuffled(shells: Sequence[list[Point]], order: random.Random) -> Iterator[Point]:
+    for shell in shells:
+        points = list(shell)
+        order.shuffle(points)
+        yield from points
+
+
+class _Search:
+    """Points tried so far and the best of them."""
+
+    def __init__(
+        self,
+        system: System,
+        problem: Problem,
+        step: Callable[[Plan], float],
+        space: Space,
+        needed_gib: Callable[[Plan], float] | None,
+    ) -> None:
+        self.system = system
+        self.problem = problem
+        self.step = step
+        self.space = space
+        self.needed_gib = needed_gib or (lambda plan: peak_static_gib(plan.layout, problem.model))
+        self.attempts: list[Attempt] = []
+        self.best: Point | None = None
+        self.plan: Plan | None = None
+        self.step_s: float | None = None
+        self.timed = 0
+        self._seen: set[Point] = set()
+        self._known: set[tuple[tuple[str, Value], ...]] = set()
+
+    def attempt(self, point: Point) -> bool:
+        """Try a point; True where it was timed, False where it was known, cannot be placed or does not fit."""
+        if point in self._seen:
+            return False
+        self._seen.add(point)
+        named = self.space.named(point)
+        candidate = self.space.candidate(named)
+        if candidate is not None:
+            key = tuple(sorted(candidate.items()))
+            if key in self._known:  # two points may mean the same plan
+                return False
+            self._known.add(key)
+        try:
+            if candidate is None:
+                raise NotApplicable("no plan at this point")
+            layout = self.system.layout(self.problem, candidate)
+            plan = Plan(layout, self.system.program(self.problem, layout))
+        except NotApplicable as reason:
+            self.attempts.append(Attempt(named, candidate, "not placeable", str(reason)))
+            return False
+        needed, limit = self.needed_gib(plan), self.problem.cluster.limit_gib
+        if needed > limit:
+            reason_text = f"needs {needed:.1f} GiB, {limit:.1f} available"
+            self.attempts.append(Attempt(named, candidate, "memory", reason_text, needed))
+            return False
+        seconds = self.step(plan)
+        better = self.step_s is None or seconds < self.step_s
+        self.timed += 1
+        self.attempts.append(Attempt(named, candidate, "timed", "", needed, seconds, better))
+        if better:
+            self.best, self.plan, self.step_s = point, plan, seconds
+        return True

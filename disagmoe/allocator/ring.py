@@ -1,0 +1,168 @@
+"""From an allocation to candidates of the ring planner, and the axes of a search around one.
+
+Decides what a neighbour of a split is. Nodes that the experts do not need are the
+attention's, so a step along depth, replicas or expert size moves the boundary
+between the pools with it; how many nodes stay idle and how many GPUs a group leaves
+unused are axes of their own. The keys are those of the candidates of the `disagmoe`
+planners, which also decide whether a point can be placed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+
+from disagmoe.allocator.allocation import Allocation
+from disagmoe.allocator.local_search import Axis, Space, Value
+from disagmoe.allocator.options import MICRO_BATCHES, Sizes
+from disagmoe.system import Candidate, Problem
+
+RULES = ("halves", "own")
+"""NIC rules of pools on nodes of their own."""
+GROUPS = (2, 3, 4)
+"""In-flight group sizes, in depths of the ring."""
+
+
+def ring_candidates(plan: Allocation, defaults: Mapping[str, Value]) -> list[dict[str, Value]]:
+    """The planner's candidates that mean this allocation, one per NIC rule that may hold it, most faithful first.
+
+    `defaults` holds what an allocation does not decide ("order", ...).
+    """
+    shape = plan.shape
+    if plan.attention.nodes == plan.expert.nodes == 1 and any(
+        use is not None and min(use.gpus) > 0 for use in plan.nodes
+    ):
+        rules: tuple[str, ...] = ("shared_nodes",)
+    else:
+        half = len(plan.nodes) // 2
+        fits_half = max(plan.attention.nodes, plan.expert.nodes) <= half
+        rules = RULES if fits_half else tuple(reversed(RULES))
+    return [
+        {
+            **defaults,
+            "nics": rule,
+            "p": shape.p,
+            "dp": shape.dp,
+            "m": shape.m,
+            "n": shape.n,
+            "stage_nodes": 1 if rule == "shared_nodes" else 0,
+            "micro_batch": shape.micro_batch,
+            "group": 4 * shape.p,
+        }
+        for rule in rules
+    ]
+
+
+def ring_space(
+    problem: Problem,
+    seed: Candidate,
+    *,
+    fixed: Mapping[str, Value] | None = None,
+    others: Mapping[str, tuple[Value, ...]] | None = None,
+) -> Space:
+    """Axes around a candidate of a ring planner.
+
+    `fixed` are sizes that may not change (the planner's own options), `others`
+    further keys of a candidate with the values they may take ("order", ...).
+    """
+    fixed = dict(fixed or {})
+    p, dp, m, n = (int(seed[key]) for key in ("p", "dp", "m", "n"))
+    world, nodes = problem.cluster.gpus, problem.cluster.nodes
+    pool = _Pool(problem, str(seed["nics"]), p, dp, n, int(seed["micro_batch"]))
+    idle = pool.idle_nodes(m)
+    unused = pool.most(idle) - m
+    start: dict[str, Value] = {
+        **seed,
+        "group": ceil(int(seed["group"]) / p),
+        "idle_nodes": idle,
+        "unused": unused,
+    }
+    rules = (str(fixed["nics"]),) if "nics" in fixed else RULES
+    if nodes == 1 or seed["nics"] not in rules:
+        rules = (str(seed["nics"]),)
+    axes = [
+        _axis("p", p, range(1, min(problem.model.layers, world // 2) + 1), fixed),
+        _axis("dp", dp, range(1, world // 2 + 1), fixed),
+        _axis("n", n, _expert_sizes(problem, n), fixed),
+        _axis("idle_nodes", idle, range(nodes), {}),
+        _axis("unused", unused, range(max(0, unused - 2), unused + 3), {"unused": 0} if "m" in fixed else {}),
+        _axis("micro_batch", int(seed["micro_batch"]), _micro_batches(problem), fixed),
+        _axis("group", ceil(int(seed["group"]) / p), GROUPS, fixed),
+        Axis("nics", rules, ordered=False),
+    ]
+    for name, values in (others or {}).items():
+        allowed = (fixed[name],) if name in fixed else values
+        axes.append(Axis(name, tuple(dict.fromkeys((seed[name], *allowed))), ordered=False))
+
+    def candidate(point: Mapping[str, Value]) -> Candidate | None:
+        depth, replicas, experts = (int(point[key]) for key in ("p", "dp", "n"))
+        there = _Pool(problem, str(point["nics"]), depth, replicas, experts, int(point["micro_batch"]))
+        size = int(fixed.get("m", there.most(int(point["idle_nodes"])) - int(point["unused"])))
+        if size < 1:
+            return None
+        changed = {key: value for key, value in point.items() if key not in ("idle_nodes", "unused")}
+        return {**seed, **changed, "m": size, "group": int(fixed.get("group", int(point["group"]) * depth))}
+
+    return Space(tuple(axes), tuple(start[axis.name] for axis in axes), candidate)
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """The attention pool beside p dp expert groups of n GPUs."""
+
+    problem: Problem
+    rule: str
+    p: int
+    dp: int
+    n: int
+    micro_batch: int
+
+    def most(self, idle_nodes: int) -> int:
+        """The largest attention group; of those with equally many micro-batches the smallest."""
+        cluster, groups = self.problem.cluster, self.p * self.dp
+        size, nodes = cluster.gpus_per_node, cluster.nodes
+        if self.rule == "halves":
+            gpus = (nodes // 2 - idle_nodes) * size
+        elif self.rule == "own":
+            gpus = (nodes - ceil(groups * self.n / size) - idle_nodes) * size
+        else:
+            gpus = cluster.gpus - groups * self.n - idle_nodes * size
+        largest = gpus // groups
+        if largest < 1:
+            return 0
+        batch, per_gpu = self.problem.workload.global_batch, self.micro_batch * self.dp
+        count = ceil(batch / (per_gpu * largest))
+        return min(largest, ceil(batch / (per_gpu * count)))
+
+    def idle_nodes(self, m: int) -> int:
+        """Nodes that groups of `m` leave free."""
+        idle = 0
+        while self.most(idle + 1) >= m and idle + 1 < self.problem.cluster.nodes:
+            idle += 1
+        return idle
+
+
+def _axis(name: str, at: int, values: range | tuple[int, ...], fixed: Mapping[str, Value]) -> Axis:
+    """An ordered axis that holds the seed's own value."""
+    allowed = (at,) if name in fixed else values
+    return Axis(name, tuple(sorted({at, *allowed})))
+
+
+def _expert_sizes(problem: Problem, at: int) -> tuple[int, ...]:
+    """The size asked for stays; a free one may take any size that changes the experts per GPU."""
+    if problem.ep is not None:
+        return (at,)
+    experts = problem.model.experts
+    return tuple(sorted({ceil(experts / per_gpu) for per_gpu in range(1, experts + 1)}))
+
+
+def _micro_batches(problem: Problem) -> tuple[int, ...]:
+    asked = problem.workload.micro_batch
+    return MICRO_BATCHES if asked is None else (asked,)
+
+
+def sizes_of(fixed: Mapping[str, Value]) -> Sizes | None:
+    """A planner's own options as admissible sizes of an allocation; None where it fixes none."""
+    given = {key: (int(fixed[key]),) for key in ("p", "dp", "m", "n") if key in fixed}
+    return Sizes(**given) if given else None
