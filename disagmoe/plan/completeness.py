@@ -125,7 +125,8 @@ def _chunks(
         a, b = np.flatnonzero(kind == int(one)), np.flatnonzero(kind == int(other))
         _, at_a, at_b = np.intersect1d(layer[a], layer[b], assume_unique=True, return_indices=True)
         partner[:, a[at_a]] = own[:, b[at_b]]
-    return np.where((own == 1) | (own + partner == n_chunks), own, n_chunks)
+    whole = own.max(axis=0) == 1  # in one chunk in both directions
+    return np.where(whole | (own + partner == n_chunks), own, n_chunks)
 
 
 def _demand(cover: _Coverage, phase: Phase, times: NDArray[np.int64], wanted: NDArray[np.int64] | int) -> None:
