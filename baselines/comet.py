@@ -72,10 +72,12 @@ class Comet:
         return tuple((v, replace(self, variant=v)) for v in VARIANTS if self.variant in (None, v))
 
     def candidates(self, problem: Problem) -> Iterable[Candidate]:
+        """Every pipeline, in coarse tiles: enough to tell which pipelines are good."""
         sms = device(problem.cluster.device).sms
         if self.comm_sms is not None and self.comm_sms >= sms:
             raise NotApplicable(f"{self.comm_sms} sending thread blocks leave none of the {sms} SMs for the GEMM")
-        found = list(colocated_candidates(problem, pp=self.pp, virtual=self.virtual, group=self.group))
+        pipelines = colocated_candidates(problem, pp=self.pp, virtual=self.virtual, group=self.group)
+        found = [{**candidate, "tiles": "coarse"} for candidate in pipelines]
         if self.variant == "open":
             _check_open(problem)
             least = min(int(c["ep"]) for c in found)
@@ -88,7 +90,8 @@ class Comet:
         return found
 
     def refinements(self, problem: Problem, candidate: Candidate) -> Iterable[Candidate]:
-        return ()
+        """A good pipeline with all its tiles."""
+        yield {**candidate, "tiles": "all"}
 
     def layout(self, problem: Problem, candidate: Candidate) -> Layout:
         split = self._split(problem, candidate)
@@ -131,13 +134,14 @@ class Comet:
         return self.variant or VARIANTS[0]
 
     def _split(self, problem: Problem, candidate: Candidate) -> TileSplit:
-        return tile_split(
+        split = tile_split(
             int(candidate["ep"]),
             expert_parallel_nodes(problem, candidate),
             problem.model.hidden,
             gather=self._variant == "open",
             comm_sms=self.comm_sms,
         )
+        return split.coarse() if candidate.get("tiles") == "coarse" else split
 
 
 def _check_open(problem: Problem) -> None:

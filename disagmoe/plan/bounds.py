@@ -1,8 +1,8 @@
 """What a Layout takes at least: seconds of its layers alone, and a bound on the step.
 
-Times are undisturbed (contention only slows down), so that a bound holds for every
-schedule of the Layout. The tuner drops what a bound rules out; planners deal layers
-to stages by the same times.
+No time here counts more contention than there must be, so that a bound holds for
+every schedule of the Layout. The tuner drops what a bound rules out; planners deal
+layers to stages by the same times.
 """
 
 from __future__ import annotations
@@ -32,23 +32,37 @@ def exposed_s(prices: LayoutCosts, layer: int, phase: Phase) -> float:
     them (closed form of Tutel's overlap; without chunks all of the exchange).
     Tiles: see `cost/comet.py`; weight gradients cover what they can of the rest.
     """
-    moe = prices.model.is_moe(layer)
+    moe, whole = prices.model.is_moe(layer), experts_s(prices, layer, phase)
     if prices.layout.tiles is not None and moe:
         tiles = prices.tiles(Phase.F if phase is Phase.F else Phase.I)
-        whole = experts_s(prices, layer, phase)
+        exchange = sum(t.seconds for t in (*tiles.first, *tiles.second))
         computed = tiles.first_half_s + whole - sum(tiles.gemms[: len(tiles.first)])
-        return max(tiles.seconds, computed) - whole
+        return max(tiles.seconds, computed, _contended_s(prices, whole, exchange, compute=1.0)) - whole
     first, second = (prices.op(kind, phase, layer).seconds for kind in (Kind.DISPATCH, Kind.COMBINE))
     if phase is not Phase.F:
         first, second = second, first
-    d, experts = (prices.layout.chunks if moe else 1), prices.op(Kind.FFN, phase, layer).seconds
+    d = prices.layout.chunks if moe else 1
     ends = (
         d * (first + second),
-        first + experts + d * second,
-        first + d * experts + second,
-        d * first + experts + second,
+        first + whole / d + d * second,
+        first + whole + second,
+        d * first + whole / d + second,
+        _contended_s(prices, whole, d * (first + second)),
     )
-    return max(ends) - d * experts
+    return max(ends) - whole
+
+
+def _contended_s(prices: LayoutCosts, experts: float, exchange: float, compute: float | None = None) -> float:
+    """Least time of both where each slows the other down while they run side by side.
+
+    While they overlap for o seconds, o / c of the compute and o / x of the exchange
+    are done, so experts + exchange - o (1 / c + 1 / x - 1) is the time of both; and o
+    is at most what either takes in all, slowed down.
+    """
+    factors = prices.costs.contention(prices.layout.transport)
+    c, x = factors.compute if compute is None else compute, factors.comm
+    overlap = min(c * experts, x * exchange)
+    return experts + exchange - overlap * (1.0 / c + 1.0 / x - 1.0)
 
 
 def layer_s(prices: LayoutCosts, layer: int, phase: Phase) -> float:
