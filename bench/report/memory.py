@@ -76,6 +76,8 @@ def bars_figure(report: MemoryReport, *, subtitle: str, limit_gib: float, device
             fontsize=8,
             color=LIMIT if over else "#222222",
             fontweight="bold" if over else "normal",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+            zorder=5,
         )
     axes.set_xticks(range(len(shown)), [report.workers[w].name for w in shown])
     axes.set_ylabel("memory of one GPU at its peak [GiB]")

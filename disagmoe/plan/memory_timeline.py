@@ -69,9 +69,11 @@ def levels(
         delta = np.concatenate([end[:, busy], begin[:, busy]], axis=1)
         worker = np.tile(program.worker[busy].astype(np.int64), 2)
         at = np.concatenate([end_s[busy], start_s[busy]])
-        # What ends at an instant is freed before what starts then; the stable sort keeps ends first.
         order = np.lexsort((at, worker))
         delta, worker, at = delta[:, order], worker[order], at[order]
+        # One event per instant: what ends is gone when what starts then is there.
+        new = np.flatnonzero(np.concatenate([[True], (worker[1:] != worker[:-1]) | (at[1:] != at[:-1])])[: at.size])
+        delta, worker, at = np.add.reduceat(delta, new, axis=1) if new.size else delta, worker[new], at[new]
     nbytes = np.cumsum(delta, axis=1)
     first = np.searchsorted(worker, np.arange(program.n_workers + 1), side="left")
     before = np.where(first > 0, first - 1, 0)[:-1]
