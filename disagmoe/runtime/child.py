@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]  # public, but not in its __all__
 
-from disagmoe.runtime.errors import LaunchError, PeerLostError
+from disagmoe.runtime.errors import LaunchError, PeerLostError, first_line
 
 BEAT, RESULT, FAILURE = "beat", "result", "failure"
 _DIE_WITH_PARENT = 1  # prctl PR_SET_PDEATHSIG
@@ -118,10 +118,26 @@ def join(store: Store, context: Context) -> None:
     """Make the world group; a rank that does not arrive in time is named."""
     timeout = timedelta(seconds=context.group_timeout_s)
     dist.init_process_group("gloo", store=store, rank=context.rank, world_size=context.world_size, timeout=timeout)
+    _await_arrival(store, context)
     try:
         dist.monitored_barrier(timeout=timeout, wait_all_ranks=True)
     except RuntimeError as error:
-        raise PeerLostError(f"not every rank arrived: {str(error).strip().splitlines()[0]}") from None
+        raise PeerLostError(f"not every rank arrived: {first_line(error)}") from None
+
+
+def _await_arrival(store: Store, context: Context) -> None:
+    """Wait until every rank is there; without a connection no barrier could say who is missing."""
+    keys = [f"arrived/{rank}" for rank in range(context.world_size)]
+    store.set(keys[context.rank], "1")
+    try:
+        store.wait(keys, timedelta(seconds=context.group_timeout_s))
+        return
+    except RuntimeError as error:
+        reason = first_line(error)
+    with suppress(RuntimeError):  # the store leaves with rank 0, which says the same
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        reason = f"rank {', '.join(missing)} did not arrive in {context.group_timeout_s:g} s"
+    raise PeerLostError(reason)
 
 
 def own_device(kind: str, local_rank: int) -> torch.device:
@@ -155,9 +171,10 @@ def _settle(start: Start) -> None:
 
 
 def _report_failure(channel: Connection, error: BaseException) -> None:
-    last = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
     lost = isinstance(error, PeerLostError) or (isinstance(error, RuntimeError) and _lost_a_peer(str(error)))
-    failure = Failure(f"failed: {last}", "".join(traceback.format_exception(error)), lost)
+    failure = Failure(
+        f"failed: {type(error).__name__}: {first_line(error)}", "".join(traceback.format_exception(error)), lost
+    )
     with suppress(OSError):  # the launcher may be gone as well
         channel.send_bytes(pickle.dumps((FAILURE, failure)))
 

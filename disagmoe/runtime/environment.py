@@ -16,7 +16,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
 from disagmoe.runtime.child import Context, join, own_device
-from disagmoe.runtime.errors import LaunchError
+from disagmoe.runtime.errors import LaunchError, first_line
 from disagmoe.runtime.launch import GROUP_TIMEOUT_S
 
 _FIRST_PORT, _PORTS = 20000, 20000  # Slurm: port = 20000 + job number modulo 20000
@@ -121,4 +121,4 @@ def _store(meeting: Rendezvous, timeout_s: float) -> Store:
         where = f"{meeting.host}:{meeting.port}"
         if "EADDRINUSE" in str(error) or "already in use" in str(error):
             raise LaunchError(f"port {where} is in use; set MASTER_PORT to a free one") from None
-        raise LaunchError(f"no store at {where}: {str(error).strip().splitlines()[0]}") from None
+        raise LaunchError(f"no store at {where}: {first_line(error)}") from None

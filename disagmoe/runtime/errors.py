@@ -7,6 +7,10 @@ that somebody else is gone.
 
 from __future__ import annotations
 
+import re
+
+_CPP_PLACE = re.compile(r"^\[[^\]]*\.(cc|cpp|h|hpp):\d+\] ")
+
 
 class ExchangeError(RuntimeError):
     """Two ranks disagree about an exchange. Names the operation, both ranks and both values."""
@@ -34,3 +38,9 @@ class RankError(RuntimeError):
         self.details = details
         if details:
             self.add_note(details)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the C++ place before it and the backtrace behind it."""
+    lines = str(error).strip().splitlines()
+    return _CPP_PLACE.sub("", lines[0]) if lines else type(error).__name__

@@ -114,7 +114,7 @@ class Exchange:
                     load, party.reach[stage], party.expert_holder, len(sides.members), merged=sides.merge != "none"
                 )
             got = self._forward.swap(hop, Cargo(leaving.rows.pack(rows), leaving.words), None)
-            load, copy_splits = arrive(got.words, got.rows.splits, self.form)
+            load, copy_splits = arrive(got.words, got.rows.splits, self.form, sides.members, self.me)
             rows = got.rows.data
             lower, lower_copies = End(rows.shape[0], got.rows.splits), End(load.row.shape[0], copy_splits)
             legs.append(Leg(leaving.rows, lower, leaving.copies, lower_copies))

@@ -92,7 +92,8 @@ def check_headers(me: int, mine: Header, peer: int, theirs: Header) -> None:
     if theirs.magic != MAGIC:
         raise ExchangeError(f"{what}: rank {peer} sent no header to rank {me} but {theirs.magic:#x}")
     if theirs.refused or mine.refused:
-        raise PeerLostError(f"{what}: rank {peer if theirs.refused else me} refused, see its own error")
+        refused, waits = (peer, me) if theirs.refused else (me, peer)
+        raise PeerLostError(f"{what}: rank {refused} refused to exchange with rank {waits}, see its own error")
     if theirs.op != mine.op or theirs.stage != mine.stage:
         raise ExchangeError(
             f"ranks {me} and {peer} are at different operations: rank {me} at {what} (hop {mine.stage}), "

@@ -57,7 +57,7 @@ class Ticket(Generic[T]):
         if self._event is not None:
             stream = torch.cuda.current_stream()
             stream.wait_event(self._event)
-            _keep(self._result, stream)
+            keep_for(self._result, stream)
         return self._result
 
     def run(self, work: Callable[[], T], stream: torch.cuda.Stream | None) -> BaseException | None:
@@ -100,7 +100,7 @@ class Lane:
         ready = None
         if self._stream is not None:
             ready = torch.cuda.current_stream().record_event()
-            _keep((args, kwargs), self._stream)
+            keep_for((args, kwargs), self._stream)
         self._queue.put((ticket, lambda: work(*args, **kwargs), ready))
         return ticket
 
@@ -122,15 +122,15 @@ class Lane:
             del item, ticket, work
 
 
-def _keep(value: object, stream: torch.cuda.Stream) -> None:
+def keep_for(value: object, stream: torch.cuda.Stream) -> None:
     """Memory of the tensors in `value` is not given to others before `stream` is done with them."""
     if isinstance(value, torch.Tensor):
         if value.is_cuda:
             value.record_stream(stream)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            _keep(item, stream)
+            keep_for(item, stream)
     elif isinstance(value, dict):
-        _keep(list(value.values()), stream)
+        keep_for(list(value.values()), stream)
     elif is_dataclass(value) and not isinstance(value, type):
-        _keep([getattr(value, f.name) for f in fields(value)], stream)
+        keep_for([getattr(value, f.name) for f in fields(value)], stream)

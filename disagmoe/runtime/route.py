@@ -18,6 +18,7 @@ sends one word per row, its token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -143,17 +144,21 @@ def depart(load: Load, reach: Tensor, expert_holder: Tensor, members: int, *, me
     return Departure(rows, copy_end, _join_words(row_words, rows.splits, copy_words, copy_end.splits))
 
 
-def arrive(words: Slab, row_splits: Splits, form: Format) -> tuple[Load, Splits]:
-    """The load of `row_splits` rows that came with `words`, and the copies per member."""
+def arrive(words: Slab, row_splits: Splits, form: Format, members: Sequence[int], me: int) -> tuple[Load, Splits]:
+    """The load of `row_splits` rows that came to rank `me` with `words`, and the copies per member."""
     per_copy = 1 + form.copy_words
     copy_splits = tuple((w - ROW_WORDS * r) // per_copy for w, r in zip(words.splits, row_splits, strict=True))
-    if any(ROW_WORDS * r + per_copy * c != w for w, r, c in zip(words.splits, row_splits, copy_splits, strict=True)):
-        raise ExchangeError(f"{list(words.splits)} words of metadata do not describe {list(row_splits)} rows")
+    for sender, w, r, c in zip(members, words.splits, row_splits, copy_splits, strict=True):
+        if c < 0 or ROW_WORDS * r + per_copy * c != w:
+            raise ExchangeError(f"rank {sender} sent rank {me} {r} rows with {w} words of metadata that do not fit")
     row_words, copy_words = _part_words(words, row_splits, copy_splits, per_copy)
     flags = row_words[:, 1].long()
     per_row = flags >> _COPIES_SHIFT
-    if int(per_row.sum()) != sum(copy_splits):
-        raise ExchangeError(f"{sum(copy_splits)} expert ids came for rows with {int(per_row.sum())} copies")
+    for sender, rows, copies in zip(members, torch.split(per_row, list(row_splits)), copy_splits, strict=True):
+        if int(rows.sum()) != copies:
+            raise ExchangeError(
+                f"rank {sender} sent rank {me} {copies} expert ids for {int(rows.sum())} copies of rows"
+            )
     count = per_row.shape[0]
     load = Load(
         tokens=row_words[:, 0].long(),

@@ -191,8 +191,9 @@ class Team:
             time.sleep(0.01)
         found = {}
         for number, file in files.items():
-            lines = file.read_text(errors="replace").splitlines() if file.exists() else []
-            found[number] = "\n".join(x.strip().removeprefix("File ") for x in lines if x.startswith("  File"))
+            stack = file.read_text(errors="replace") if file.exists() else ""
+            own = [x for x in stack.partition(" in child_main")[0].splitlines() if x.startswith("  File")]
+            found[number] = "\n".join(x.strip().removeprefix("File ") for x in own)
         return found
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from disagmoe.runtime.errors import PeerLostError
+from disagmoe.runtime.errors import PeerLostError, first_line
 
 TRANSPORTS = ("pairs", "union")
 
@@ -161,9 +161,7 @@ def _wait(work: dist.Work | None, link: Link, what: str) -> None:
     try:
         work.wait(timedelta(seconds=link.timeout_s))
     except RuntimeError as reason:
-        # The message may carry a C++ backtrace; its first line says it.
-        first = str(reason).strip().splitlines()[0]
-        raise PeerLostError(f"rank {link.me} could not {what}: {first}") from None
+        raise PeerLostError(f"rank {link.me} could not {what}: {first_line(reason)}") from None
 
 
 def empty_rows(rows: int, like: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from disagmoe.runtime.header import (
     Header,
     check_headers,
     dtype_code,
+    name_op,
     pack_op,
 )
 from disagmoe.runtime.ledger import Ledger, WireBytes
@@ -94,6 +95,10 @@ class Wire:
         self._members = sides.members
         self._transport = transport
         self._peers = tuple(sides.peers(self.me, stage) for stage in range(sides.stages))
+        self._linked = tuple(
+            {*peers} | ({self.me} if (self.me, self.me) in sides.links[stage] else set())
+            for stage, peers in enumerate(self._peers)
+        )
         self._inter = tuple(sides.nodes[rank] != sides.nodes[self.me] for rank in sides.members)
         self.position = link.position
         self._dtype = dtype_code(form.dtype)
@@ -106,7 +111,8 @@ class Wire:
         problem = self._problem(hop, cargo)
         if problem:
             self.refuse(hop)
-            raise ExchangeError(f"{problem}; rank {self.me} takes no part")
+            others = ", ".join(str(p) for p in self._peers[hop.stage])
+            raise ExchangeError(f"{name_op(hop.op)}: rank {self.me} cannot exchange with rank {others}: {problem}")
         peers = self._peers[hop.stage]
         rows, words = [0] * len(self._members), [0] * len(self._members)
         for position, theirs in self._swap_headers(hop, cargo, expected):
@@ -140,7 +146,7 @@ class Wire:
         for slab, label in ((rows, "rows"), (words, "words of metadata")):
             if sum(slab.splits) != slab.data.shape[0] or min(slab.splits) < 0:
                 return f"{slab.data.shape[0]} {label} cannot be split into {list(slab.splits)}"
-        linked = {self.me, *self._peers[hop.stage]}
+        linked = self._linked[hop.stage]
         for member, count in zip(self._members, rows.splits, strict=True):
             if count and member not in linked:
                 return f"{count} rows for rank {member}, which hop {hop.stage} does not lead to"
