@@ -19,6 +19,9 @@ from bench.run import Call, execute
 from tests.bench import helpers
 from tests.bench.helpers import CONF, config
 
+SYSTEMS = ["tutel", "disagmoe"]
+"""The rows of every run here, beside the reference."""
+
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -32,7 +35,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(bench.evaluate, "evaluate", evaluate)
     for seq in (512, 1024):
-        execute(config(tmp_path, seq=seq, artifacts="tables", transport="native"), Call(tables=False))
+        execute(config(tmp_path, seq=seq, artifacts="tables", transport="native", systems=SYSTEMS), Call(tables=False))
     return tmp_path
 
 
