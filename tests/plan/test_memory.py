@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from baselines.megatron import Megatron1F1B
-from disagmoe.plan.memory import GIB, holdings, peak_static_gib, static_memory
+from disagmoe.plan.memory import (
+    GEMM_WORKSPACE_BYTES,
+    GIB,
+    RECIPES,
+    holdings,
+    peak_static_gib,
+    static_memory,
+    workspace_bytes,
+)
 from disagmoe.specs import parameters
 from disagmoe.systems import DisagMoE
 from tests.problems import problem
@@ -65,3 +75,35 @@ def test_replicas_shard_the_optimizer_but_not_the_weights() -> None:
     # Experts alone are on the F-group beside the head, and both are sharded twice as finely.
     assert two[1].optimizer_gib == pytest.approx(one[1].optimizer_gib / 2)
     assert peak_static_gib(DisagMoE().layout(pr, {**base, "dp": 2}), pr.model) < max(m.total_gib for m in one)
+
+
+def test_tensor_parallel_ranks_hold_the_model_with_norms_and_router_repeated() -> None:
+    pr = problem("qwen3_30b", ep=8)
+    layout = Megatron1F1B(pp=1).layout(pr, {"pp": 1, "virtual": 1, "micro_batch": 1, "group": 1, "ep": 8})
+    whole, split = holdings(layout, pr.model)[0], holdings(replace(layout, options={"tp": 4}), pr.model)[0]
+    repeated = 48 * (2 * 2048 + 2048 * 128 + 2 * 128)  # both norms, router, head norms
+    # The last norm is counted with the output matrix and split like it.
+    assert 4 * split.dense == whole.dense + 3 * repeated
+    assert split.expert == whole.expert
+    assert (whole.dense_ranks, split.dense_ranks, split.expert_ranks) == (32, 8, 4)
+
+
+def test_workspace_holds_one_dummy_gradient_per_shape() -> None:
+    pr = problem("gpt_oss_20b", ep=8)
+    layout = Megatron1F1B(pp=1).layout(pr, {"pp": 1, "virtual": 1, "micro_batch": 1, "group": 1, "ep": 8})
+    h, width = 2880, 2880
+    shapes = h * (64 + 2 * 8) * 64 + 64 * 64 * h + 2 * width * h + h * width
+    assert workspace_bytes(layout, pr.model) == [2 * shapes + GEMM_WORKSPACE_BYTES]
+    own = replace(layout, options={**layout.options, "static_buffer_bytes": 1000})
+    assert workspace_bytes(own, pr.model) == [2 * shapes + GEMM_WORKSPACE_BYTES + 1000]
+
+
+def test_precision_aware_states_take_half() -> None:
+    pr = problem("qwen3_30b", ep=16)
+    layout = Megatron1F1B(pp=1).layout(pr, {"pp": 1, "virtual": 1, "micro_batch": 1, "group": 1, "ep": 16})
+    full = static_memory(layout, pr.model)[0]
+    light = static_memory(layout, pr.model, recipe=RECIPES["precision_aware"])[0]
+    # Moments of 2 + 2 bytes and 16 bits of the master weight, against 4 + 4 + 4.
+    assert light.optimizer_gib == pytest.approx(full.optimizer_gib / 2)
+    assert (light.weights_gib, light.gradients_gib) == (full.weights_gib, full.gradients_gib)
+    assert sum(full.parts.values()) == full.total_gib
