@@ -75,7 +75,7 @@ def evaluate(config: RunConfig, progress: Progress | None = None) -> Evaluation:
             system = get_system(name, **config.system_options.get(name, {}))
             for form in variants_of(system, view):
                 report(f"{view}: {name} ({form.label})" if form.label else f"{view}: {name}")
-                row, outcome = _run(form, _problem(config, costs, form, view), config, view, report)
+                row, outcome = _run(form, problem_of(config, costs, form, view), config, view, report)
                 rows.append(row)
                 outcomes.append(outcome)
         _compare(rows[start:])
@@ -87,7 +87,8 @@ def _with_reference(systems: tuple[str, ...]) -> tuple[str, ...]:
     return (REFERENCE, *(name for name in systems if name != REFERENCE))
 
 
-def _problem(config: RunConfig, costs: CostModel, form: Variant, view: str) -> Problem:
+def problem_of(config: RunConfig, costs: CostModel, form: Variant, view: str) -> Problem:
+    """What a system is asked in one view: the transport and how it merges copies are settled here."""
     native = form.native_transport or form.system.native_transport
     transport = native if view == "native" else config.uniform_transport
     merge = config.merge or MERGE_OF_TRANSPORT[transport]
