@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil
 
+from disagmoe.cost.recompute import Recompute
 from disagmoe.plan.af_pipe import ORDERS, af_pipe_program, group_sizes
 from disagmoe.plan.af_ring import HEADS, head_workers
 from disagmoe.plan.plan import Batch, Layout, Placement
@@ -73,7 +74,12 @@ class DisagMoE:
         sizes = self._expert_sizes(problem)
         # An EP size that was asked for is kept wherever it fits; a free one is all one tier.
         for tier, tried in enumerate([sizes] if problem.ep is None else [[n] for n in sizes]):
-            yield from shortlist(problem, [{"tier": tier, **c} for n in tried for c in self._of_size(problem, n)])
+            splits = [{"tier": tier, **c} for n in tried for c in self._of_size(problem, n)]
+            for split in shortlist(problem, splits):
+                # The largest group is the fastest as a rule, the smallest holds the fewest activations.
+                groups = self._groups(problem, split)
+                for group in dict.fromkeys((groups[0], groups[-1])):
+                    yield {**split, "group": group}
 
     def _of_size(self, problem: Problem, n: int) -> Iterator[Candidate]:
         for rule, shape in self._shapes(problem, n):
@@ -87,18 +93,14 @@ class DisagMoE:
                     "stage_nodes": shape.stage_nodes,
                     "micro_batch": sequences,
                     "order": self.order or ORDERS[0],
-                    "group": self.group or 4 * shape.p,
                     "compute_streams": self.compute_streams or STREAMS[0],
                 }
 
     def refinements(self, problem: Problem, candidate: Candidate) -> Iterable[Candidate]:
         """Every order, in-flight group size and number of compute streams of a split."""
-        p = int(candidate["p"])
-        count = _microbatches(problem, candidate)
-        groups = (self.group,) if self.group else group_sizes(p, problem.model.layers, count)
         for streams in (self.compute_streams,) if self.compute_streams else STREAMS:
             for order in (self.order,) if self.order else ORDERS:
-                for group in groups:
+                for group in self._groups(problem, candidate):
                     yield {**candidate, "order": order, "group": group, "compute_streams": streams}
 
     def layout(self, problem: Problem, candidate: Candidate) -> Layout:
@@ -122,6 +124,7 @@ class DisagMoE:
         streams = int(candidate.get("compute_streams", self.compute_streams or STREAMS[0]))
         order, group = str(candidate["order"]), int(candidate["group"])
         sequences = int(candidate["micro_batch"])
+        recompute = {key: value for key, value in candidate.items() if key.startswith("recompute")}
         return Layout(
             system=self.name,
             variant="",
@@ -130,7 +133,7 @@ class DisagMoE:
             ep=n,
             transport=problem.transport,
             merge=problem.merge,
-            options={"p": p, "order": order, "group": group, "compute_streams": streams},
+            options={"p": p, "order": order, "group": group, "compute_streams": streams, **recompute},
             details={
                 "p": p,
                 "virtual_stages": ceil(layers / p),
@@ -149,6 +152,7 @@ class DisagMoE:
                 "group": group,
                 "head": HEAD_NAMES[self.head],
                 "compute_streams": streams,
+                **recompute,
             },
         )
 
@@ -162,9 +166,16 @@ class DisagMoE:
                 order=str(layout.options["order"]),
                 head=self.head,
                 compute_streams=int(layout.options["compute_streams"]),
+                recompute=Recompute.of(layout.options).repeated(disaggregated=True),
             )
         except ValueError as reason:  # an (order, group) pair that would deadlock
             raise NotApplicable(str(reason)) from reason
+
+    def _groups(self, problem: Problem, candidate: Candidate) -> tuple[int, ...]:
+        """In-flight group sizes of a split, largest first."""
+        if self.group is not None:
+            return (self.group,)
+        return group_sizes(int(candidate["p"]), problem.model.layers, _microbatches(problem, candidate))
 
     def _expert_sizes(self, problem: Problem) -> list[int]:
         """N asked for first, then larger ones, so that a model too big for it still gets a plan."""

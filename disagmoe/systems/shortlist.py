@@ -18,7 +18,7 @@ from disagmoe.plan.memory import GIB, GRADIENT_BYTES, OPTIMIZER_BYTES, WEIGHT_BY
 from disagmoe.specs.params import attention_params, expert_params
 from disagmoe.system import Candidate, Problem
 
-FASTEST = 224
+FASTEST = 112
 SMALLEST = 32
 
 
