@@ -16,11 +16,12 @@ class Pools:
 
     def __call__(self, world_size: int) -> Pool:
         if world_size not in self._pools or not self._pools[world_size].is_open:
+            self._pools.pop(world_size, None)
             self._pools[world_size] = Pool(world_size, group_timeout_s=20.0)
         return self._pools[world_size]
 
     def close(self) -> None:
-        for pool in self._pools.values():
+        for pool in reversed(self._pools.values()):  # ranks of a later pool hold copies of an earlier one's pipes
             pool.close()
 
 

@@ -1,0 +1,217 @@
+"""One rank of a training run: built from a Plan, runs step after step.
+
+Decides what is put together. The Plan says what runs where and when; the parts of
+the model, the exchanges and the optimizer do it; the executor keeps the order.
+`StepRunner` is all of that for one rank; what a step gave comes back as the same
+`LossReport` that the single-process `ReferenceModel` gives.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from disagmoe.model import Blueprint, LossReport, LossWeights, Piece
+from disagmoe.ops import Kind
+from disagmoe.plan.dependencies import build_graph
+from disagmoe.plan.plan import Plan
+from disagmoe.plan.verify import verify
+from disagmoe.runtime.attention_ops import AttentionOps
+from disagmoe.runtime.buckets import Bucket
+from disagmoe.runtime.child import Context
+from disagmoe.runtime.cut import Cut, Fetch, StepBatch
+from disagmoe.runtime.executor import MOST_TIMEOUT_S, Executor, Record
+from disagmoe.runtime.expert_ops import ExpertOps
+from disagmoe.runtime.groups import Groups
+from disagmoe.runtime.holdings import Holdings, Share
+from disagmoe.runtime.optimizer import Recipe, ShardedAdamW
+from disagmoe.runtime.script import Task, script_of
+from disagmoe.runtime.shelf import Shelf
+from disagmoe.runtime.site import Site
+from disagmoe.runtime.sync_ops import SyncOps
+from disagmoe.runtime.tally import Sums, Tally
+from disagmoe.runtime.transfer_ops import TransferOps
+from disagmoe.runtime.wiring import Exchanges
+from disagmoe.specs import ModelSpec
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Types of parameters (and gradients, moments), of the rows between parts, and of multiplies under autocast."""
+
+    parameters: torch.dtype
+    rows: torch.dtype
+    autocast: torch.dtype | None = None
+
+
+PRECISIONS = {
+    "fp64": Precision(torch.float64, torch.float64),
+    "fp32": Precision(torch.float32, torch.float32),
+    "bf16": Precision(torch.float32, torch.bfloat16, torch.bfloat16),
+}
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a Plan is run. `recipe` None computes gradients and updates nothing.
+
+    `transport` "pairs" or "union"; `node_size` ranks per (logical) node, None: as
+    the plan's workers say; `bias_rate` is the step of the routers' correction bias.
+    """
+
+    seed: int = 0
+    precision: str = "fp32"
+    weights: LossWeights = field(default_factory=LossWeights)
+    recipe: Recipe | None = None
+    bias_rate: float = 0.0
+    transport: str = "pairs"
+    node_size: int | None = None
+    timeout_s: float = MOST_TIMEOUT_S
+    chunk_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision {self.precision!r} is unknown; allowed: {', '.join(PRECISIONS)}")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave: equal on all ranks but for `record`. `grad_norm` is global, before clipping."""
+
+    report: LossReport
+    grad_norm: float
+    clip_factor: float
+    sums: Sums
+    record: Record
+
+
+class StepRunner:
+    """This rank's part of `plan`, ready to run steps. Collective over the world; use as a context manager."""
+
+    def __init__(self, context: Context, plan: Plan, spec: ModelSpec, cut: Cut, options: RunOptions) -> None:
+        verify(plan)
+        precision = PRECISIONS[options.precision]
+        self.plan, self.spec, self.cut, self.options = plan, spec, cut, options
+        groups = Groups.create(
+            plan, device=context.device, timeout_s=options.timeout_s, node_size=options.node_size, tied=spec.tied
+        )
+        self.exchanges = Exchanges(
+            groups, spec, transport=options.transport, merge=plan.layout.merge, dtype=precision.rows
+        )
+        blueprint = Blueprint(spec, precision.parameters, context.device, options.seed)
+        self.holdings = Holdings.build(blueprint, self.exchanges, chunk_tokens=options.chunk_tokens)
+        self.site = Site(
+            plan, spec, groups, self.exchanges, self.holdings, cut, options.weights, precision.rows, precision.autocast
+        )
+        self.buckets = self._make_buckets()
+        self.optimizer = ShardedAdamW(self.buckets, options.recipe) if options.recipe else None
+        self._sync = SyncOps(self.site, self.buckets, self.optimizer, bias_rate=options.bias_rate)
+        self._ops: _StepOps | None = None
+        self.executor = Executor(
+            script_of(plan.program, groups.me.worker, build_graph(plan.program)),
+            self._perform,
+            device=context.device,
+            timeout_s=options.timeout_s,
+            names=tuple(worker.name for worker in plan.layout.placement.workers),
+        )
+
+    def step(self, fetch: Fetch) -> StepResult:
+        """Run one step on the sequences that `fetch` gives."""
+        self._sync.clear_gradients()
+        self._ops = _StepOps(self.site, StepBatch(self.cut, fetch), self._sync)
+        record = self.executor.step()
+        if left := self._ops.shelf.left():
+            raise RuntimeError(f"nobody used {left[0]}" + (f" and {len(left) - 1} more" if len(left) > 1 else ""))
+        self._ops = None
+        sums = self._sync.sums
+        assert sums is not None
+        return StepResult(self._report(sums), math.sqrt(sums.square_norm), self._sync.clip_factor, sums, record)
+
+    def values(self) -> dict[str, Tensor]:
+        """Global name -> view of every parameter and buffer this rank holds."""
+        return {name: piece.value for name, piece in self.holdings.pieces().items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Global name -> complete gradient of every parameter this rank holds. Collective; for inspection."""
+        found: dict[str, Tensor] = {}
+        for bucket in self.buckets:
+            bucket.gather_gradients()
+            for run in bucket.runs:
+                found[run.name] = bucket.gradients[run.start : run.stop].view(run.shape)
+        return found
+
+    def close(self) -> None:
+        """End lanes and groups."""
+        self.executor.close()
+        self.site.groups.destroy()
+
+    def __enter__(self) -> StepRunner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+
+    def _perform(self, task: Task) -> float | None:
+        assert self._ops is not None
+        return self._ops.perform(task)
+
+    def _report(self, sums: Sums) -> LossReport:
+        weights, cut = self.options.weights, self.cut
+        mean, balance, z = sums.cross_entropy / cut.tokens, sums.balance / cut.sequences, sums.z / cut.tokens
+        counts = {layer: sums.counts[layer] for layer in range(self.spec.layers) if self.spec.is_moe(layer)}
+        return LossReport(mean + weights.balance * balance + weights.z * z, mean, balance, z, counts)
+
+    def _make_buckets(self) -> list[Bucket]:
+        placement, groups = self.site.placement, self.site.groups
+        shared: dict[Share, list[tuple[torch.nn.Parameter, list[Piece]]]] = {}
+        for share, parameter, pieces in self.holdings.shares(placement.attn, placement.ffn):
+            shared.setdefault(share, []).append((parameter, pieces))
+        return [
+            Bucket.build(share, shared[share], groups.reduction(share.purpose, share.a, share.f))
+            for share in sorted(shared)
+        ]
+
+
+class _StepOps:
+    """All operations of one step."""
+
+    def __init__(self, site: Site, batch: StepBatch, sync: SyncOps) -> None:
+        self.shelf = Shelf(site.device, site.chunks)
+        self._site = site
+        self._tally = Tally(site.spec, site.device)
+        self._sync = sync
+        attention = AttentionOps(site, self.shelf, batch, self._tally)
+        self._transfers = TransferOps(site, self.shelf)
+        self._compute = {
+            Kind.EMBED: attention.embed,
+            Kind.ATTN: attention.attention,
+            Kind.FFN: ExpertOps(site, self.shelf).experts,
+            Kind.HEAD: attention.head,
+        }
+        self._other = {
+            Kind.DISPATCH: self._transfers.dispatch,
+            Kind.COMBINE: self._transfers.combine,
+            Kind.GRAD_SYNC: sync.sync,
+        }
+
+    def perform(self, task: Task) -> float | None:
+        kind = task.op.kind
+        if kind in self._compute:
+            with self._site.computing():
+                self._compute[kind](task.op)
+        elif kind == Kind.OPTIM:
+            return self._sync.optimize(self._tally)
+        elif kind == Kind.P2P:
+            self._transfers.pass_on(task)
+        elif kind in self._other:
+            self._other[kind](task.op)
+        else:
+            raise ValueError(f"{kind.name} cannot be executed: only layer-level Programs can")
+        return None
