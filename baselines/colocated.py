@@ -14,6 +14,7 @@ from math import ceil
 
 from disagmoe.cost.comet import TileSplit
 from disagmoe.cost.model import CostModel
+from disagmoe.cost.recompute import Recompute
 from disagmoe.ops import Kind, Phase
 from disagmoe.plan.bounds import layer_s
 from disagmoe.plan.colocated import colocated_program
@@ -94,6 +95,7 @@ def colocated_layout(
     data_ranks = workers[0].gpus
     batch = Batch(ceil(problem.workload.global_batch / (b * data_ranks)), b, data_ranks)
     ep = int(candidate["ep"])
+    recompute = {key: value for key, value in candidate.items() if key.startswith("recompute")}
 
     def layout(stages: tuple[tuple[int, ...], ...]) -> Layout:
         owner = [0] * model.layers
@@ -122,7 +124,13 @@ def colocated_layout(
             load=load,
             two_level=two_level,
             serial_exchange=not overlap,
-            options={"pp": p, "virtual": v, "group": group, "stages": ",".join(str(len(s)) for s in stages)},
+            options={
+                "pp": p,
+                "virtual": v,
+                "group": group,
+                "stages": ",".join(str(len(s)) for s in stages),
+                **recompute,
+            },
             details={
                 "pp": p,
                 "virtual_stages": v,
@@ -131,6 +139,7 @@ def colocated_layout(
                 "micro_batch": b,
                 "group": group,
                 "layers_per_stage": f"{min(map(len, stages))}-{max(map(len, stages))}",
+                **recompute,
             },
         )
 
@@ -198,4 +207,5 @@ def pipeline_program(problem: Problem, layout: Layout) -> Program:
         stage_layers=stages_of(layout),
         moe=[model.is_moe(layer) for layer in range(model.layers)],
         chunks=layout.chunks,
+        recompute=Recompute.of(layout.options).repeated(disaggregated=False),
     )

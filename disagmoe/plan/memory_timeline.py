@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from disagmoe.cost.recompute import Recompute
 from disagmoe.ops import COMPUTE_STREAMS, Kind, Phase, Stream
-from disagmoe.plan.memory_events import DYNAMIC, Tables, WorkerBytes, chunks_of, in_order, in_time
+from disagmoe.plan.memory_events import in_order, in_time
+from disagmoe.plan.memory_tables import DYNAMIC, Tables, WorkerBytes, chunks_of
 from disagmoe.plan.program import Program
 
 FloatArray = NDArray[np.float64]

@@ -148,6 +148,4 @@ def report_of(row: Row) -> MemoryReport:
     layout, program, model, workload = plan_of(row)
     modules = tuple(row["recompute"].split("+")) if row["recompute"] else ()
     policy = Recompute("selective", "selective", modules=modules) if modules else Recompute()
-    return memory_report(
-        layout, program, model, workload, recompute=policy, optimizer=recipe_of(row), loss_chunk=None
-    )
+    return memory_report(layout, program, model, workload, recompute=policy, optimizer=recipe_of(row), loss_chunk=None)

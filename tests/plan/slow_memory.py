@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from disagmoe.cost.memory import OpBytes
 from disagmoe.ops import COMPUTE_STREAMS, RECV_STREAMS, SEND_STREAMS, Kind, Phase
-from disagmoe.plan.memory_events import WorkerBytes
+from disagmoe.plan.memory_tables import WorkerBytes
 from disagmoe.plan.program import Program
 
 Buffer = tuple[float, float, float]  # born, gone, bytes

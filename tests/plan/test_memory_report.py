@@ -12,14 +12,8 @@ from baselines.registry import SHIPPED, get_system
 from disagmoe.cost.recompute import Recompute
 from disagmoe.plan.colocated import colocated_program
 from disagmoe.plan.memory import GIB, GROUP_COMMUNICATOR_GIB, PAIR_COMMUNICATOR_GIB
-from disagmoe.plan.memory_report import (
-    COMPONENTS,
-    gpu_load,
-    in_frames,
-    lower_bound_gib,
-    memory_report,
-    peak_gib,
-)
+from disagmoe.plan.memory_load import gpu_load, in_frames
+from disagmoe.plan.memory_report import COMPONENTS, lower_bound_gib, memory_report, peak_gib
 from disagmoe.plan.plan import Batch, Layout, Placement, Plan, Worker
 from disagmoe.plan.pricing import price
 from disagmoe.plan.verify import PlanError, verify
@@ -203,3 +197,11 @@ def test_unknown_optimizer_recipes_are_refused() -> None:
     light = memory_report(plan.layout, plan.program, pr.model, pr.workload, optimizer="precision_aware")
     full = memory_report(plan.layout, plan.program, pr.model, pr.workload)
     assert light.workers[0].at_peak["optimizer"] == pytest.approx(full.workers[0].at_peak["optimizer"] / 2)
+
+
+def test_a_policy_that_the_program_does_not_follow_is_refused() -> None:
+    pr = problem("deepseek_moe", ep=8, global_batch=128)
+    plan = first_plan("dualpipe", pr)
+    full = replace(plan.layout, options={**plan.layout.options, "recompute": "full"})
+    with pytest.raises(ValueError, match="policy repeats ATTN, COMBINE, DISPATCH, FFN, its Program repeats nothing"):
+        memory_report(full, plan.program, pr.model, pr.workload)

@@ -18,7 +18,7 @@ from disagmoe.plan.af_pipe import af_pipe_program
 from disagmoe.plan.colocated import colocated_program
 from disagmoe.plan.combined import combined_program, combined_stage_program
 from disagmoe.plan.dualpipe import dualpipe_program, dualpipe_stage_program, dualpipev_stage_program
-from disagmoe.plan.memory_events import WorkerBytes
+from disagmoe.plan.memory_tables import WorkerBytes
 from disagmoe.plan.memory_timeline import compute_order, in_flight, levels
 from disagmoe.plan.orders import interleaved, one_f_one_b, stage_program
 from disagmoe.plan.pricing import Pricing
