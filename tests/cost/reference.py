@@ -33,6 +33,8 @@ _GEMMS = [
     for m in (512, 2048, 8192, 32768)
 ]
 
+_ARTEFACT = [f"AE-8192-E{e}-k{k}-tp8" for e in (8, 16, 32, 64) for k in (2, 3, 4, 5)]
+
 VALIDATION = {
     "h100": (
         *_G8,
@@ -44,7 +46,7 @@ VALIDATION = {
         *_LAYERS,
         *_GEMMS,
     ),
-    "h800": ("V0203", "V0205", *_ATTENTION),
+    "h800": ("V0203", "V0205", *_ATTENTION, *_ARTEFACT),
     "paper-profile": ("FIG6A-ffn-32768",),
     "laptop": (),
 }
