@@ -19,6 +19,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -192,11 +193,13 @@ def _exchanges(ranks: RankMap) -> dict[Key, Ranks]:
 
 def _stage_transfers(ranks: RankMap, plan: Plan) -> dict[Key, Ranks]:
     program, workers = plan.program, ranks.placement.workers
+    sends = np.isin(program.stream, [int(s) for s in SEND_STREAMS]) & (program.kind == int(Kind.P2P))
+    back = np.isin(program.phase, (int(Phase.B), int(Phase.I)))
     links: set[tuple[str, int, int]] = set()
-    for row in program.rows():
-        if row.op.kind is Kind.P2P and row.stream in SEND_STREAMS:
-            back = row.op.phase in (Phase.B, Phase.I)
-            links.add(("p2p_back", row.peer, row.worker) if back else ("p2p", row.worker, row.peer))
+    for worker, peer in zip(program.worker[sends & ~back].tolist(), program.peer[sends & ~back].tolist(), strict=True):
+        links.add(("p2p", worker, peer))
+    for worker, peer in zip(program.worker[sends & back].tolist(), program.peer[sends & back].tolist(), strict=True):
+        links.add(("p2p_back", peer, worker))  # named by the forward direction
     specs: dict[Key, Ranks] = {}
     for purpose, a, b in sorted(links):
         if workers[a].gpus != workers[b].gpus:
