@@ -164,6 +164,26 @@ def test_pipelines_verify_and_stay_small() -> None:
     assert not dense.any()
 
 
+def test_recomputed_halves_overlap_their_own_exchange_too() -> None:
+    """Tokens sent again arrive tile by tile as in the forward, and the repeat comes before the backward."""
+    again = (Kind.DISPATCH, Kind.FFN, Kind.COMBINE)
+    built = comet_program(
+        p=1, v=1, m=1, group=None, stage_layers=[[0]], moe=[True], groups=2, columns=2, recompute=again
+    )
+    verify(built, recompute=again)
+    edges = {e for e in dependencies(built) if "M0R" in e and "F0" not in e and "I0" not in e}
+    assert edges == {
+        *("D0R0 M0R0", "D0R0.1 M0R0.1", "M0R0 M0R0.2", "M0R0.1 M0R0.2"),
+        *("M0R0.2 M0R0.3", "M0R0.2 C0R0", "M0R0.3 C0R0.1"),
+    }
+    seconds: Seconds = {
+        (Kind.DISPATCH, Phase.R): [0, 5],
+        (Kind.FFN, Phase.R): [3, 1, 2, 2],
+        (Kind.COMBINE, Phase.R): [7, 1],
+    }
+    assert step_s(built, seconds) == 5 + 1 + 2 + 7 + 1
+
+
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_a_missing_tile_is_named(everywhere: bool) -> None:
     built = comet_program(p=1, v=1, m=2, group=None, stage_layers=[[0]], moe=[True], groups=3, columns=2)
