@@ -8,12 +8,15 @@ one line.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from baselines.registry import REFERENCE, get_system, system_class, system_names
+from bench.selection import WHOLE, Selection, read_selection
+from bench.study import Study, study_from_mapping
 from disagmoe.allocator.tuner import DEFAULT_BUDGET
 from disagmoe.cost.calibration import MERGES, TRANSPORTS, calibration_from_mapping, load_calibration
 from disagmoe.specs import (
@@ -39,6 +42,7 @@ BACKENDS = ("simulate",)
 IMPLEMENTATIONS = ("equivalent",)
 DEPTHS = ("full",)
 ARTIFACTS = ("all", "tables", "auto")
+PLANS_FROM = ("default_batch",)
 MODEL_FROM_FILE = "hf"
 """Option of the group `model` that holds no model but a path to one."""
 FROM_FILE = "file"
@@ -46,11 +50,13 @@ FROM_FILE = "file"
 MAX_TAG = 200
 SETTINGS = (
     *("model", "cluster", "calibration", "seq", "batch", "micro_batch", "skew", "stragglers"),
-    *("systems", "system", "transport", "uniform_transport", "merge", "ep", "depth", "budget"),
-    *("backend", "impl", "artifacts", "results_dir", "force", "debug", "tag"),
+    *("systems", "system", "transport", "uniform_transport", "merge", "contention_scale", "ep", "depth", "budget"),
+    *("plans_from", "study", "backend", "impl", "artifacts", "gantt_window", "gantt_workers"),
+    *("results_dir", "force", "debug", "tag"),
 )
 """The top-level keys of a configuration."""
 _REQUIRED = frozenset(SETTINGS) - {"calibration"}
+_TIMES = re.compile(r"([1-9][0-9]{0,5})[xX]")
 
 Options = Mapping[str, Any]
 
@@ -60,12 +66,15 @@ class RunConfig:
     """One resolved run.
 
     `full_layers` is the depth of the uncut model. `calibration` is a shipped name
-    or a path. `systems` are registry names in
-    the order of the tables, the reference first; `system_options` holds the
-    options set for some of them. `ep` None lets the planners choose, `merge` None
-    merges copies as each transport does. `budget` is the number of plans timed
-    per tuning round. `files` are the data files the run was read from. The fields
-    from `artifacts` on do not change results.
+    or a path. `systems` are registry names in the order of the tables, the
+    reference first; `system_options` holds the options set for some of them. `ep`
+    None lets the planners choose, `merge` None merges copies as each transport
+    does. `contention_scale` s turns every contention factor f of the calibration
+    into 1 + s * (f - 1). `budget` is the number of plans timed per tuning round;
+    with `plans_from` "default_batch" only the best plans of the default batch are
+    tried. `study` asks for a study of many points instead of one comparison.
+    `files` are the data files the run was read from. The fields from `artifacts` on
+    do not change results.
     """
 
     model: ModelSpec
@@ -84,8 +93,12 @@ class RunConfig:
     impl: str
     budget: int
     tag: str
+    contention_scale: float = 1.0
+    plans_from: str | None = None
+    study: Study | None = None
     files: tuple[Path, ...] = ()
     artifacts: str = "all"
+    selection: Selection = WHOLE
     force: bool = False
     debug: bool = False
     results_dir: Path = Path("results")
@@ -108,6 +121,9 @@ def resolve(values: Options, choices: Mapping[str, str | None], *, sweep: bool =
     artifacts = _one_of("artifacts", values["artifacts"], ARTIFACTS)
     if artifacts == "auto":
         artifacts = "tables" if sweep else "all"
+    study = None if values["study"] is None else study_from_mapping(values["study"], model)
+    files = [model_file, cluster_file, calibration_file]
+    files += [read.shipped("model").get(other.name) for other in study.models[1:]] if study else []
     warning = context_warning(model, workload.seq)
     return RunConfig(
         model=model,
@@ -117,7 +133,7 @@ def resolve(values: Options, choices: Mapping[str, str | None], *, sweep: bool =
         calibration=calibration,
         views=VIEWS[_one_of("transport", values["transport"], tuple(VIEWS))],
         uniform_transport=_one_of("uniform_transport", values["uniform_transport"], TRANSPORTS),
-        merge=None if values["merge"] is None else _one_of("merge", values["merge"], MERGES),
+        merge=_or_none("merge", values["merge"], MERGES),
         systems=systems,
         system_options=_system_options(values["system"], systems),
         ep=None if values["ep"] == "auto" else _positive("ep", values["ep"], "or auto"),
@@ -126,8 +142,12 @@ def resolve(values: Options, choices: Mapping[str, str | None], *, sweep: bool =
         impl=_one_of("impl", values["impl"], IMPLEMENTATIONS, "in this version"),
         budget=DEFAULT_BUDGET if values["budget"] is None else _positive("budget", values["budget"]),
         tag=_tag(values["tag"]),
-        files=tuple(path for path in (model_file, cluster_file, calibration_file) if path is not None),
+        contention_scale=_scale(values["contention_scale"]),
+        plans_from=_or_none("plans_from", values["plans_from"], PLANS_FROM),
+        study=study,
+        files=tuple(path for path in files if path is not None),
         artifacts=artifacts,
+        selection=read_selection(values["gantt_window"], values["gantt_workers"]),
         force=read.as_bool(values["force"], "force"),
         debug=read.as_bool(values["debug"], "debug"),
         results_dir=Path(read.as_str(values["results_dir"], "results_dir")),
@@ -145,6 +165,17 @@ def _one_of(key: str, value: object, allowed: Sequence[str], when: str = "") -> 
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{key}={_shown(value)}: allowed{' ' + when if when else ''}: {', '.join(allowed)}")
     return value
+
+
+def _or_none(key: str, value: object, allowed: Sequence[str]) -> str | None:
+    return None if value is None else _one_of(key, value, allowed, "besides null")
+
+
+def _scale(value: object) -> float:
+    scale = read.as_float(value, "contention_scale")
+    if scale < 0.0:
+        raise ValueError(f"contention_scale={_shown(value)}: allowed: a number of at least 0 (0: ideal overlap)")
+    return scale
 
 
 def _shown(value: object) -> str:
@@ -206,7 +237,6 @@ def _calibration(mapping: Options | None, choice: str | None, cluster: ClusterSp
 
 def _workload(values: Options) -> Workload:
     seq = parse_size(values["seq"], "seq")
-    batch = values["batch"]
     micro_batch = values["micro_batch"]
     stragglers = []
     for item in read.as_list(values["stragglers"], "stragglers"):
@@ -216,11 +246,19 @@ def _workload(values: Options) -> Workload:
         stragglers.append((read.as_int(pair[0], "straggler worker"), read.as_float(pair[1], "straggler slowdown")))
     return Workload(
         seq=seq,
-        global_batch=default_global_batch(seq) if batch is None else parse_size(batch, "batch"),
+        global_batch=_global_batch(values["batch"], seq),
         micro_batch=None if micro_batch is None else _positive("micro_batch", micro_batch),
         skew=read.as_float(values["skew"], "skew"),
         stragglers=tuple(stragglers),
     )
+
+
+def _global_batch(value: Any, seq: int) -> int:
+    """Sequences per step: the default, a number, or a multiple of the default ("4x")."""
+    if value is None:
+        return default_global_batch(seq)
+    times = _TIMES.fullmatch(value.strip()) if isinstance(value, str) else None
+    return parse_size(value, "batch") if times is None else int(times[1]) * default_global_batch(seq)
 
 
 def _systems(value: object) -> tuple[str, ...]:

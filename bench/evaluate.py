@@ -8,7 +8,7 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,8 @@ import numpy as np
 from baselines.registry import REFERENCE, get_system
 from bench import plan_cache
 from bench.config import RunConfig
-from disagmoe.allocator import Tuned
+from bench.replay import KEPT, from_default_batch
+from disagmoe.allocator import StepFunction, Tuned
 from disagmoe.cost.calibration import load_calibration
 from disagmoe.cost.flops import train_flops_per_token
 from disagmoe.cost.model import CostModel
@@ -26,6 +27,7 @@ from disagmoe.plan.plan import Layout, Plan
 from disagmoe.plan.pricing import Pricing, price
 from disagmoe.plan.verify import verify
 from disagmoe.simulator import simulate
+from disagmoe.specs import default_global_batch
 from disagmoe.specs.devices import device
 from disagmoe.system import Problem, Variant, variants_of
 from disagmoe.timeline.metrics import summarize, worker_metrics
@@ -83,6 +85,23 @@ def evaluate(config: RunConfig, progress: Progress | None = None) -> Evaluation:
     return Evaluation(rows, outcomes, _notes(config), views)
 
 
+def cost_model(config: RunConfig) -> CostModel:
+    """Prices under the configuration's calibration, its contention scaled as asked."""
+    calibration = load_calibration(config.calibration).with_contention_scale(config.contention_scale)
+    return CostModel(config.model, config.cluster, calibration, config.workload)
+
+
+def run_system(
+    config: RunConfig, costs: CostModel, name: str, view: str, progress: Progress | None = None
+) -> Iterator[tuple[Row, Outcome]]:
+    """The rows of one system in one view, not yet compared with any other."""
+    report = progress or (lambda text: None)
+    system = get_system(name, **config.system_options.get(name, {}))
+    for form in variants_of(system, view):
+        report(f"{view}: {name} ({form.label})" if form.label else f"{view}: {name}")
+        yield _run(form, problem_of(config, costs, form, view), config, view, report)
+
+
 def _with_reference(systems: tuple[str, ...]) -> tuple[str, ...]:
     return (REFERENCE, *(name for name in systems if name != REFERENCE))
 
@@ -110,17 +129,20 @@ def _run(form: Variant, problem: Problem, config: RunConfig, view: str, report: 
         **dict.fromkeys(MEASURES),
     }
 
-    def step(plan: Plan) -> float:
-        return simulate(plan.program, price(plan.layout, plan.program, problem.costs)).step_s
-
-    try:
-        tuned = plan_cache.tuned(
+    def search(asked: Problem) -> Tuned:
+        return plan_cache.tuned(
             system,
-            problem,
-            step,
+            asked,
+            simulated_step(asked),
             budget=config.budget,
             on_trial=lambda count: report(f"{view}: {system.name}, plan {count} timed"),
         )
+
+    try:
+        if config.plans_from is None:
+            tuned = search(problem)
+        else:
+            tuned = from_default_batch(system, problem, simulated_step(problem), search)
         row.update(status=tuned.status, reason=tuned.reason, peak_memory_gib=tuned.needed_gib)
         if tuned.plan is None:
             return row, Outcome(None, None, tuned)
@@ -134,6 +156,11 @@ def _run(form: Variant, problem: Problem, config: RunConfig, view: str, report: 
             raise
         row.update(status="failed", reason=f"{type(error).__name__}: {error}")
         return row, Outcome(None, None)
+
+
+def simulated_step(problem: Problem) -> StepFunction:
+    """The step of a plan by simulation."""
+    return lambda plan: simulate(plan.program, price(plan.layout, plan.program, problem.costs)).step_s
 
 
 MEASURES = (
@@ -233,5 +260,10 @@ def _describe_view(rows: list[Row]) -> dict[str, Any]:
 
 def _notes(config: RunConfig) -> list[str]:
     notes = [UNMODELLED]
+    if config.contention_scale != 1.0:
+        notes.append(f"contention scaled by {config.contention_scale:g}: every factor f is 1 + scale × (f − 1)")
+    if config.plans_from is not None:
+        batch = default_global_batch(config.workload.seq)
+        notes.append(f"plans: the best {KEPT} of every system at {batch:,} sequences, simulated again at this batch")
     notes.extend(f"{config.model.name}: {text}" for text in config.model.assumptions)
     return notes

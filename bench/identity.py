@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 PACKAGES = ("disagmoe", "baselines", "bench")
 SOURCE_SUFFIXES = frozenset({".py", ".json"})
-NOT_IDENTITY = frozenset({"artifacts", "force", "debug", "results_dir", "warnings"})
+NOT_IDENTITY = frozenset({"artifacts", "selection", "force", "debug", "results_dir", "warnings"})
 """Fields of RunConfig that change no number."""
 
 ID_LENGTH = 12

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import jsonschema
 
 from bench.config import RunConfig
+from bench.deviations import deviations
 from bench.identity import ROOT, Identity, plain
 from disagmoe.specs import parameters
 
@@ -59,6 +60,7 @@ def assemble(config: RunConfig, identity: Identity, command: Sequence[str], eval
         "backend": config.backend,
         "calibration": Path(config.calibration).stem,
         "depth": {"used": config.model.layers, "of": config.full_layers},
+        "settings": deviations(config),
         "notes": evaluation.notes,
         "views": evaluation.views,
         "rows": evaluation.rows,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from math import inf
 
 from disagmoe.specs import fields as read
 
@@ -99,6 +100,16 @@ class Calibration:
     def with_contention(self, factors: Mapping[str, Contention]) -> Calibration:
         """The same calibration with other contention factors for some transports."""
         return replace(self, contention={**self.contention, **factors})
+
+    def with_contention_scale(self, scale: float) -> Calibration:
+        """The same calibration with every factor f turned into 1 + scale * (f - 1); scale 0 is ideal overlap."""
+        if not (0.0 <= scale < inf):
+            raise ValueError(f"contention_scale={scale!r}: must be a number of at least 0")
+        scaled = {
+            transport: Contention(1.0 + scale * (pair.compute - 1.0), 1.0 + scale * (pair.comm - 1.0))
+            for transport, pair in self.contention.items()
+        }
+        return self if scale == 1.0 else self.with_contention(scaled)
 
 
 def calibration_names() -> tuple[str, ...]:

@@ -1,0 +1,112 @@
+"""What a study asks: one kind of question, put to some models with a list of settings per axis.
+
+A study is a run that evaluates many points around one configuration and writes
+one directory. This module decides which kinds there are and which axes and
+settings each takes; `sensitivity.py` and `claims.py` answer them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from disagmoe.cost.calibration import MERGES
+from disagmoe.plan.af_ring import HEADS
+from disagmoe.specs import ModelSpec, load_model
+from disagmoe.specs import fields as read
+from disagmoe.systems.disagmoe import STREAMS
+from disagmoe.systems.pools import NIC_RULES
+
+Setting = float | int | str
+
+SENSITIVITY, CLAIMS = "sensitivity", "claims"
+
+
+@dataclass(frozen=True)
+class Study:
+    """`models` in the order of the report, the one chosen on the command line first; `axes` in their order."""
+
+    kind: str
+    models: tuple[ModelSpec, ...]
+    axes: tuple[tuple[str, tuple[Setting, ...]], ...]
+
+    def settings(self, axis: str) -> tuple[Setting, ...]:
+        """The settings of one axis; none where the study leaves it out."""
+        return dict(self.axes).get(axis, ())
+
+
+def _number(low: float, *, open_end: bool = False) -> Callable[[object], Setting | None]:
+    """Numbers of at least `low` (above it where `open_end`)."""
+
+    def check(value: object) -> Setting | None:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value < float("inf"):
+            return None
+        return float(value) if value > low or (value == low and not open_end) else None
+
+    return check
+
+
+def _count(value: object) -> Setting | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _choice(allowed: tuple[Setting, ...]) -> Callable[[object], Setting | None]:
+    return lambda value: next((one for one in allowed if one == value and type(one) is type(value)), None)
+
+
+def _ratio(value: object) -> Setting | None:
+    """ "16:10", GPUs of an A-group and of an F-group."""
+    parts = str(value).split(":")
+    fine = isinstance(value, str) and len(parts) == 2 and all(part.isdigit() and int(part) > 0 for part in parts)
+    return str(value) if fine else None
+
+
+AXES: Mapping[str, Mapping[str, tuple[Callable[[object], Setting | None], str]]] = {
+    SENSITIVITY: {
+        "contention_scale": (_number(0.0), "numbers of at least 0"),
+        "nic": (_number(0.0, open_end=True), "factors above 0"),
+        "skew": (_number(1.0), "numbers of at least 1"),
+        "batch": (_number(0.0, open_end=True), "factors above 0"),
+        "merge": (_choice(MERGES), f"any of {', '.join(MERGES)}"),
+        "head": (_choice(HEADS), f"any of {', '.join(HEADS)}"),
+        "nics": (_choice(NIC_RULES), f"any of {', '.join(NIC_RULES)}"),
+        "compute_streams": (_choice(STREAMS), "any of 1, 2"),
+    },
+    CLAIMS: {
+        "ratio": (_ratio, "texts like 16:10"),
+        "ratio_seq": (_count, "sequence lengths"),
+        "top_k": (_count, "positive integers"),
+        "top_k_seq": (_count, "sequence lengths"),
+        "ep": (_count, "positive integers"),
+        "depth": (_count, "positive integers"),
+        "depth_seq": (_count, "sequence lengths"),
+    },
+}
+"""The axes of every kind: how a setting is read, and what is allowed."""
+
+
+def study_from_mapping(value: object, model: ModelSpec) -> Study:
+    """A Study from the mapping of an experiment: kind, axes, and `also`, models beside the chosen one."""
+    mapping = read.as_mapping(value, "study")
+    read.check_keys(mapping, ("kind", "also", "axes"), ("kind", "axes"), "study")
+    kind = mapping["kind"]
+    if not isinstance(kind, str) or kind not in AXES:
+        raise ValueError(f"study.kind={kind}: allowed: {', '.join(AXES)}")
+    also = [read.as_str(name, "study.also entry") for name in read.as_list(mapping.get("also", []), "study.also")]
+    others = [load_model(name) for name in dict.fromkeys(also) if name != model.name]
+    axes = read.as_mapping(mapping["axes"], "study.axes")
+    unknown = [axis for axis in axes if axis not in AXES[kind]]
+    if unknown:
+        raise ValueError(f"study.axes.{unknown[0]}: axes of {kind}: {', '.join(AXES[kind])}")
+    chosen = tuple((axis, _settings(kind, axis, axes[axis])) for axis in AXES[kind] if axes.get(axis) is not None)
+    return Study(kind, (model, *others), chosen)
+
+
+def _settings(kind: str, axis: str, value: object) -> tuple[Setting, ...]:
+    check, allowed = AXES[kind][axis]
+    given = read.as_list(value, f"study.axes.{axis}")
+    settings = tuple(check(item) for item in given)
+    fine = tuple(setting for setting in settings if setting is not None)
+    if not fine or len(fine) < len(settings) or len(set(fine)) < len(fine):
+        raise ValueError(f"study.axes.{axis}={list(given)}: allowed: a list of different {allowed}, or null")
+    return fine
