@@ -106,6 +106,7 @@ class Comet:
             details={
                 **layout.details,
                 "schedule": LABELS[self._variant],
+                "compute_contention": "in the GEMMs (comm_sms), not the transport's factor",
                 "comm_sms_forward": prices.tiles(Phase.F).comm_sms,
                 "comm_sms_backward": prices.tiles(Phase.I).comm_sms,
                 "arrival_groups": split.groups,

@@ -66,15 +66,26 @@ def _contended_s(prices: LayoutCosts, experts: float, exchange: float, compute: 
 
 
 def layer_s(prices: LayoutCosts, layer: int, phase: Phase) -> float:
-    """One layer of one micro-batch with nothing beside it, in phase F or B; B with what is fully recomputed."""
-    alone = prices.op(Kind.ATTN, phase, layer).seconds
-    alone += experts_s(prices, layer, phase) + exposed_s(prices, layer, phase)
-    if phase is Phase.F:
-        return alone
-    again = prices.recompute.repeated(disaggregated=False)
-    alone += prices.op(Kind.ATTN, Phase.R, layer).seconds if Kind.ATTN in again else 0.0
-    alone += experts_s(prices, layer, Phase.F) if Kind.FFN in again else 0.0
-    return alone + (exposed_s(prices, layer, Phase.F) if Kind.DISPATCH in again else 0.0)
+    """Least time of one layer of one micro-batch with nothing beside it, in phase F or B.
+
+    What is fully recomputed counts with B; it can hide all of the exchange.
+    """
+    exposed = exposed_s(prices, layer, phase)
+    compute = prices.op(Kind.ATTN, phase, layer).seconds + experts_s(prices, layer, phase)
+    redone = _redone_s(prices, layer) if phase is Phase.B else 0.0
+    return compute + max(exposed, redone)
+
+
+def _redone_s(prices: LayoutCosts, layer: int) -> float:
+    """Compute of one layer that runs again before its backward."""
+    again, layout = prices.recompute.repeated(disaggregated=False), prices.layout
+    attention = prices.op(Kind.ATTN, Phase.R, layer).seconds if Kind.ATTN in again else 0.0
+    if Kind.FFN not in again:
+        return attention
+    if Kind.DISPATCH in again:
+        return attention + experts_s(prices, layer, Phase.F)
+    parts = layout.chunks if layout.tiles is None and prices.model.is_moe(layer) else 1
+    return attention + prices.op(Kind.FFN, Phase.R, layer, -1).seconds * parts
 
 
 def lower_bound_s(layout: Layout, costs: CostModel) -> float:

@@ -218,15 +218,17 @@ class LayoutCosts:
         return replace(transfer, nic_bytes=transfer.nic_bytes / max(1.0, self.load))
 
     def _tile(self, kind: Kind, phase: Phase, chunk: int) -> Transfer:
-        """One tile group, or, for chunk -1, the whole of the experts without an exchange."""
-        if kind is Kind.FFN and chunk < 0:
-            return _compute(self._ffn(self.moe_layer, phase, moe=True))
-        backward = phase in (Phase.B, Phase.I)
-        tiles = self.tiles(Phase.I if backward else Phase.F)
+        """One tile group; where no exchange runs beside them, the experts whole (chunk -1) or an equal part of them."""
+        tiles = self.layout.tiles
+        if kind is Kind.FFN and tiles is not None and (chunk < 0 or (phase is Phase.R and not self.recompute.resends)):
+            parts = 1 if chunk < 0 else tiles.groups + tiles.columns
+            return _compute(self._ffn(self.moe_layer, phase, moe=True) / parts)
+        backward = phase in _BACKWARD
+        costs = self.tiles(Phase.I if backward else Phase.F)
         if kind is Kind.FFN:
-            return _compute(tiles.gemms[chunk])
+            return _compute(costs.gemms[chunk])
         arriving = (kind is Kind.DISPATCH) != backward
-        return self._mean_bytes((tiles.first if arriving else tiles.second)[chunk])
+        return self._mean_bytes((costs.first if arriving else costs.second)[chunk])
 
     @cached_property
     def moe_layer(self) -> int:

@@ -238,6 +238,28 @@ def test_random_plans_verify_and_keep_their_bound(
     assert lower_bound_s(layout, pr.costs) <= step * (1 + 1e-12)
 
 
+@pytest.mark.parametrize("tokens", ["resend", "keep"])
+def test_recompute_costs_at_most_what_it_repeats(tokens: str) -> None:
+    """One stage, no contention: attention and experts again, with an exchange of their own where tokens are re-sent.
+
+    Kept tokens let the repeat run beside the gradients that arrive meanwhile.
+    """
+    pr = undisturbed(problem("qwen3_30b", global_batch=64))
+    again = {**ONE_STAGE, "recompute": "full", "recompute_tokens": tokens}
+    plain, redone = (Comet().layout(pr, candidate) for candidate in (ONE_STAGE, again))
+    steps = [step_s(Comet(), pr, layout) for layout in (plain, redone)]
+    costs = LayoutCosts(plain, pr.costs)
+    attention = costs.op(Kind.ATTN, Phase.F, 0).seconds
+    experts = pr.costs.ffn(0, Phase.F, home_tokens=4096, rows=8 * 4096, local_experts=8)
+    most = attention + (costs.tiles(Phase.F).seconds if tokens == "resend" else experts)
+    added = (steps[1] - steps[0]) / (48 * plain.batch.microbatches)
+    assert 0.0 < added <= most
+    if tokens == "keep":  # all of the repeat, less the arrivals it covers
+        arriving = sum(t.seconds for t in costs.tiles(Phase.I).first)
+        assert added >= attention + experts - arriving
+    assert lower_bound_s(redone, pr.costs) <= steps[1] * (1 + 1e-12)
+
+
 def test_one_gpu_has_nothing_to_exchange() -> None:
     pr = problem("tiny", small_cluster(nodes=1, gpus=1, nics=1), ep=16, global_batch=4)
     layout = Comet().layout(pr, {**ONE_STAGE, "ep": 1})
