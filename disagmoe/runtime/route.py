@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from disagmoe.runtime.errors import ExchangeError
-from disagmoe.runtime.transport import Slab, empty_rows
+from disagmoe.runtime.transport import Slab
 from disagmoe.runtime.wire import WORD_BYTES, Format, Splits
 
 ROW_WORDS = 2
@@ -55,7 +55,7 @@ class End:
         """Wire rows back to rows [size, ...]; every row has exactly one."""
         if self.order is None:
             return wire
-        return empty_rows(self.size, wire).index_copy_(0, self.order, wire)
+        return wire.index_select(0, self._wire_row)
 
     def add_up(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows [size, ...], each the sum of its wire rows, added in `dtype` in wire order."""
@@ -72,6 +72,12 @@ class End:
             # Within one layer every row appears once, so even atomic adds have only one order.
             total.index_add_(0, rows, wire.index_select(0, nth).to(dtype))
         return total.to(wire.dtype)
+
+    @cached_property
+    def _wire_row(self) -> Tensor:
+        """The wire row of each row, where every row has exactly one."""
+        assert self.order is not None
+        return self.order.argsort()
 
     @cached_property
     def _layers(self) -> list[tuple[Tensor, Tensor]]:

@@ -97,12 +97,12 @@ class Pairs:
             works = self._batched(group, incoming, outgoing)
         else:
             first_tag = 0 if control else 1
-            works = [(dist.irecv(t, m, group, first_tag + part), m, "receive from") for part, m, t in incoming]
-            works += [(dist.isend(t, m, group, first_tag + part), m, "send to") for part, m, t in outgoing]
+            works = [(dist.irecv(t, m, group, first_tag + part), f"receive from rank {m}") for part, m, t in incoming]
+            works += [(dist.isend(t, m, group, first_tag + part), f"send to rank {m}") for part, m, t in outgoing]
         for sent, received in parts:
             received.pieces()[link.position].copy_(sent.pieces()[link.position])
-        for work, member, verb in works:
-            _wait(work, link, f"{verb} rank {member}")
+        for work, what in works:
+            _wait(work, link, what)
 
     def _others(self, slab: Slab) -> list[tuple[int, Tensor]]:
         """Pieces that are not empty and not this rank's own."""
@@ -112,14 +112,14 @@ class Pairs:
             if count and member != self.link.me
         ]
 
-    @staticmethod
     def _batched(
-        group: dist.ProcessGroup, incoming: list[tuple[int, int, Tensor]], outgoing: list[tuple[int, int, Tensor]]
-    ) -> list[tuple[dist.Work | None, int, str]]:
+        self, group: dist.ProcessGroup, incoming: list[tuple[int, int, Tensor]], outgoing: list[tuple[int, int, Tensor]]
+    ) -> list[tuple[dist.Work | None, str]]:
         """NCCL knows no tags: one batch, in the same order (by part) on both ends."""
         batch = [dist.P2POp(dist.irecv, t, m, group) for _, m, t in incoming]
         batch += [dist.P2POp(dist.isend, t, m, group) for _, m, t in outgoing]
-        return [(work, -1, "exchange with some") for work in dist.batch_isend_irecv(batch)] if batch else []
+        what = _name_all(self.link)
+        return [(work, what) for work in dist.batch_isend_irecv(batch)] if batch else []
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Union:
             for sent, received in parts
         ]
         for work in works:
-            _wait(work, self.link, f"exchange with ranks {', '.join(str(m) for m in self.link.members)}")
+            _wait(work, self.link, _name_all(self.link))
 
 
 def make_transport(name: str, link: Link) -> Transport:
@@ -153,6 +153,10 @@ def make_transport(name: str, link: Link) -> Transport:
     if name not in TRANSPORTS:
         raise ValueError(f"unknown transport {name!r}; known: {', '.join(TRANSPORTS)}")
     return Pairs(link) if name == "pairs" else Union(link)
+
+
+def _name_all(link: Link) -> str:
+    return f"exchange with ranks {', '.join(str(m) for m in link.members if m != link.me)}"
 
 
 def _wait(work: dist.Work | None, link: Link, what: str) -> None:

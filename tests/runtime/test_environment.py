@@ -1,5 +1,10 @@
 """What torchrun and Slurm put into the environment."""
 
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from disagmoe.runtime.environment import Rendezvous, first_host, read_environment
@@ -50,3 +55,31 @@ def test_an_incomplete_environment_is_one_clear_line(environment, says):
     with pytest.raises(LaunchError, match=says) as caught:
         read_environment(environment)
     assert "\n" not in str(caught.value)
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from disagmoe.runtime.environment import init_from_environment
+context = init_from_environment()
+value = torch.tensor([context.rank + 1.0])
+dist.all_reduce(value)
+print(f"rank {context.rank} of {context.world_size}, {context.local_size} here: {value.item():g}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_itself(tmp_path):
+    """One command on one machine, on the loopback interface."""
+    script = tmp_path / "join.py"
+    script.write_text(SCRIPT)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), str(script)]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command],
+        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2], check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2, 2 here: 3", "rank 1 of 2, 2 here: 3"]
