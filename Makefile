@@ -24,7 +24,7 @@ COMMON = $(call override_of,CLUSTER,cluster) $(if $(strip $(SYSTEMS)),'systems=[
 	$(call override_of,TRANSPORT,transport) $(call override_of,CALIBRATION,calibration) \
 	$(call override_of,BACKEND,backend) $(call override_of,IMPL,impl) $(ARGS)
 
-.PHONY: help bench sweep example collect test test-slow lint microbench clean
+.PHONY: help bench sweep example collect train test test-slow lint microbench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -47,6 +47,9 @@ example: $(VENV)/.core ## results/example/ and the README's headline table, from
 
 collect: $(VENV)/.core ## results/summary.{md,csv} and the by-sequence figures from all runs
 	@$(PY) -m bench.collect
+
+train: $(VENV)/.dev ## train a model on this machine: make train ARGS="preset=text path=README.md"; ARGS=help lists all
+	@$(PY) -m disagmoe.train $(call override_of,MODEL,model) $(call override_of,SEQ,seq) $(ARGS)
 
 test: lint ## lint, types, import rules and the fast tests
 	@$(THREADS) $(PY) -m pytest -m "not slow" -n $(WORKERS) $(PYTEST_ARGS)

@@ -95,16 +95,10 @@ class Checkpoints:
         assert self._runner.optimizer is not None
         self._check_identity(folder, manifest)
         chunks = [*shard_chunks(self._runner), *buffer_chunks(self._runner, saving=False)]
-        reason = None
         try:
-            load({}, storage_reader=FileSystemReader(folder), planner=ChunkLoadPlanner(chunks), no_dist=True)
+            load({}, storage_reader=FileSystemReader(folder), planner=ChunkLoadPlanner(chunks))
         except CheckpointException as error:
-            reason = f"{folder}: cannot be loaded: {_cause(error)}"
-        reasons: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(reasons, reason)
-        for of_rank in reasons:
-            if of_rank is not None:
-                raise CheckpointError(of_rank)
+            raise CheckpointError(f"{folder}: cannot be loaded: {_cause(error)}") from None
         for bucket in self._runner.buckets:
             bucket.gather()
         step = int(str(manifest["step"]))

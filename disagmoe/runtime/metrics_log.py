@@ -145,6 +145,14 @@ class Screen:
             self._stream.write("\n")
 
 
+def open_logs(folder: Path | None, first: int, steps: int, every: int, *, screen: bool) -> list[Log]:
+    """The logs of a run from step `first` on; only rank 0 has any."""
+    logs: list[Log] = [Screen(first, steps, every)] if screen else []
+    if folder is not None:
+        logs += [JsonLines(folder / "metrics.jsonl", first), TensorBoard(folder / "tensorboard", first)]
+    return logs
+
+
 def _strict(values: dict[str, Any]) -> dict[str, Any]:
     """Numbers that JSON has; others become null."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

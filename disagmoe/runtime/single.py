@@ -6,6 +6,7 @@ distributed run, by other code. What a distributed run is compared with.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,10 @@ from torch import nn
 from disagmoe.model import LossReport, LossWeights, ReferenceModel, update_correction_bias
 from disagmoe.runtime.buckets import decays
 from disagmoe.runtime.data import Source
+from disagmoe.runtime.metrics_log import StepMetrics, expert_load, open_logs
 from disagmoe.runtime.optimizer import CLIP_EPSILON, Recipe
-from disagmoe.runtime.step import PRECISIONS
+from disagmoe.runtime.step import PRECISIONS, RunOptions
+from disagmoe.runtime.trainer import Course
 from disagmoe.specs import ModelSpec
 
 
@@ -91,3 +94,48 @@ class SingleTrainer:
             bias = None if part.router is None else part.router.correction_bias
             if bias is not None and self._bias_rate:
                 update_correction_bias(bias, report.counts[layer], self._bias_rate)
+
+
+def train_single(
+    spec: ModelSpec, options: RunOptions, source: Source, course: Course, batch: int, seq: int
+) -> list[StepMetrics]:
+    """A whole run in this process: logs, no checkpoints."""
+    assert options.recipe is not None
+    trainer = SingleTrainer(
+        spec,
+        options.recipe,
+        source,
+        batch=batch,
+        seed=options.seed,
+        precision=options.precision,
+        weights=options.weights,
+        bias_rate=options.bias_rate,
+    )
+    history: list[StepMetrics] = []
+    logs = open_logs(course.folder, 0, course.steps, course.show_every, screen=course.screen)
+    for step in range(course.steps):
+        begin_s = time.perf_counter()
+        found = trainer.step()
+        took_s = time.perf_counter() - begin_s
+        report = found.report
+        busiest, idle = expert_load(report.counts)
+        metrics = StepMetrics(
+            step=step,
+            loss=report.loss,
+            cross_entropy=report.cross_entropy,
+            balance=report.balance,
+            z=report.z,
+            grad_norm=found.grad_norm,
+            lr=options.recipe.lr_at(step),
+            tokens=batch * seq,
+            step_s=took_s,
+            tokens_per_s=batch * seq / took_s,
+            expert_load=busiest,
+            idle_experts=idle,
+        )
+        history.append(metrics)
+        for log in logs:
+            log.write(metrics)
+    for log in logs:
+        log.close()
+    return history

@@ -21,7 +21,7 @@ from disagmoe.runtime.child import Context
 from disagmoe.runtime.cut import Cut
 from disagmoe.runtime.data import Source
 from disagmoe.runtime.measured import clock_offset_s, gather_timeline
-from disagmoe.runtime.metrics_log import JsonLines, Log, Screen, StepMetrics, TensorBoard, expert_load
+from disagmoe.runtime.metrics_log import Log, StepMetrics, expert_load, open_logs
 from disagmoe.runtime.step import RunOptions, StepResult, StepRunner
 from disagmoe.specs import ModelSpec, device
 from disagmoe.timeline.metrics import Breakdown, summarize, worker_metrics
@@ -95,7 +95,9 @@ class Trainer:
     def run(self) -> list[StepMetrics]:
         """Train to the end; the metrics of every step of this call, on every rank."""
         first, last, every = self._resume(), self.course.steps, self.course.save_every
-        logs = self._open_logs(first)
+        logs: list[Log] = []
+        if self.context.rank == 0:
+            logs = open_logs(self.course.folder, first, last, self.course.show_every, screen=self.course.screen)
         history: list[StepMetrics] = []
         try:
             for step in range(first, last):
@@ -127,15 +129,6 @@ class Trainer:
             return 0
         self._say(f"resuming {found.folder} after {found.step} steps")
         return self.checkpoints.load(found.folder)
-
-    def _open_logs(self, first: int) -> list[Log]:
-        folder = self.course.folder
-        if self.context.rank != 0:
-            return []
-        logs: list[Log] = [Screen(first, self.course.steps, self.course.show_every)] if self.course.screen else []
-        if folder is not None:
-            logs += [JsonLines(folder / "metrics.jsonl", first), TensorBoard(folder / "tensorboard", first)]
-        return logs
 
     def _step(self, step: int, *, shown: bool) -> StepMetrics:
         begin = step * self.cut.sequences
