@@ -28,6 +28,8 @@ from disagmoe.runtime.errors import LaunchError, PeerLostError, first_line
 
 BEAT, RESULT, FAILURE = "beat", "result", "failure"
 _DIE_WITH_PARENT = 1  # prctl PR_SET_PDEATHSIG
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # mallopt
+_MOST_MMAP_THRESHOLD = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,18 @@ def _await_arrival(store: Store, context: Context) -> None:
     raise PeerLostError(reason)
 
 
+def keep_freed_memory() -> None:
+    """Have glibc keep freed memory for the next tensor instead of giving it back to the system.
+
+    Otherwise every tensor from 128 KiB up is mapped anew, and its page faults cost
+    about ten times what copying a row buffer into it does. Elsewhere: nothing.
+    """
+    with suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_MMAP_THRESHOLD, _MOST_MMAP_THRESHOLD)
+        libc.mallopt(_TRIM_THRESHOLD, 1 << 30)
+
+
 def own_device(kind: str, local_rank: int) -> torch.device:
     """The device of a rank; on GPUs each rank of a machine has its own."""
     if kind == "cpu":
@@ -163,6 +177,7 @@ def _settle(start: Start) -> None:
     hidden = start.folder / f".stack-{start.rank}"
     faulthandler.register(signal.SIGUSR1, file=hidden.open("w"), all_threads=False)
     hidden.rename(start.folder / f"stack-{start.rank}")  # the launcher asks for a stack only where it finds the file
+    keep_freed_memory()
     torch.set_num_threads(start.threads)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")

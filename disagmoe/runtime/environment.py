@@ -15,7 +15,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
-from disagmoe.runtime.child import Context, join, own_device
+from disagmoe.runtime.child import Context, join, keep_freed_memory, own_device
 from disagmoe.runtime.errors import LaunchError, first_line
 from disagmoe.runtime.launch import GROUP_TIMEOUT_S
 
@@ -44,6 +44,7 @@ def init_from_environment(
     Raises LaunchError for an incomplete environment or a port that is in use,
     PeerLostError naming the ranks that did not arrive.
     """
+    keep_freed_memory()
     meeting = read_environment(os.environ if environment is None else environment)
     if meeting.host in ("localhost", "127.0.0.1", "::1"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
