@@ -22,7 +22,7 @@ from disagmoe.plan.plan import Batch, Layout, Placement, Worker
 from disagmoe.plan.pricing import LayoutCosts
 from disagmoe.plan.program import Program
 from disagmoe.plan.split import interleaved_ranks, split_layers
-from disagmoe.system import Candidate, NotApplicable, Problem
+from disagmoe.system import Candidate, NotApplicable, Problem, recompute_of
 
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -95,7 +95,7 @@ def colocated_layout(
     data_ranks = workers[0].gpus
     batch = Batch(ceil(problem.workload.global_batch / (b * data_ranks)), b, data_ranks)
     ep = int(candidate["ep"])
-    recompute = {key: value for key, value in candidate.items() if key.startswith("recompute")}
+    recompute = recompute_of(candidate)
 
     def layout(stages: tuple[tuple[int, ...], ...]) -> Layout:
         owner = [0] * model.layers

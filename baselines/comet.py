@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from baselines.colocated import colocated_candidates, colocated_layout, expert_parallel_nodes, stages_of
 from disagmoe.cost.comet import TileSplit, column_blocks, tile_split
@@ -29,7 +30,7 @@ from disagmoe.plan.plan import Layout
 from disagmoe.plan.pricing import LayoutCosts
 from disagmoe.plan.program import Program
 from disagmoe.specs import device
-from disagmoe.system import Candidate, NotApplicable, Problem, System
+from disagmoe.system import RECOMPUTE_LEVELS, Candidate, NotApplicable, Problem, System
 
 VARIANTS = ("all-to-all", "open")
 OPEN_TOP_K = (4, 5, 6, 8, 10)
@@ -60,6 +61,7 @@ class Comet:
 
     name: str = "comet"
     native_transport: str = "nccl"
+    recompute_levels: ClassVar[tuple[Candidate, ...]] = RECOMPUTE_LEVELS
 
     def __post_init__(self) -> None:
         if self.variant is not None and self.variant not in VARIANTS:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import ClassVar
 
 from baselines.colocated import expert_parallel_sizes, loads_s, micro_batches, pipeline_workers, stages_of
 from disagmoe.plan.dualpipe import dualpipe_program, dualpipe_stages, dualpipev_program, dualpipev_stages
@@ -20,7 +21,7 @@ from disagmoe.plan.plan import Batch, Layout, Placement
 from disagmoe.plan.program import Program
 from disagmoe.plan.split import split_layers
 from disagmoe.plan.units import Stages
-from disagmoe.system import Candidate, NotApplicable, Problem, Variant
+from disagmoe.system import SELECTIVE_LEVELS, Candidate, NotApplicable, Problem, Variant, recompute_of
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class DualPipe:
 
     name: str = "dualpipe"
     native_transport: str = "nccl"
+    recompute_levels: ClassVar[tuple[Candidate, ...]] = SELECTIVE_LEVELS
 
     def __post_init__(self) -> None:
         _check_options(self.name, self.pp, self.p2p_exposed)
@@ -80,6 +82,7 @@ class DualPipeV:
 
     name: str = "dualpipe_v"
     native_transport: str = "nccl"
+    recompute_levels: ClassVar[tuple[Candidate, ...]] = SELECTIVE_LEVELS
 
     def __post_init__(self) -> None:
         _check_options(self.name, self.pp, self.p2p_exposed)
@@ -146,6 +149,7 @@ def _layout(problem: Problem, candidate: Candidate, system: str, stages: Stages,
     workers = pipeline_workers(problem, p)
     data_ranks = workers[0].gpus
     count = ceil(problem.workload.global_batch / (sequences * data_ranks))
+    recompute = recompute_of(candidate)
 
     def layout(counts: tuple[int, ...]) -> Layout:
         owner = tuple(stages.home(stage, 0) for stage, layers in enumerate(counts) for _ in range(layers))
@@ -165,7 +169,7 @@ def _layout(problem: Problem, candidate: Candidate, system: str, stages: Stages,
             ep=ep,
             transport=problem.transport,
             merge=problem.merge,
-            options={"pp": p, "stages": ",".join(map(str, counts))},
+            options={"pp": p, "stages": ",".join(map(str, counts)), **recompute},
             details={
                 "pp": p,
                 "virtual_stages": 2,
@@ -175,6 +179,7 @@ def _layout(problem: Problem, candidate: Candidate, system: str, stages: Stages,
                 "parameter_copies": placement.copies,
                 "p2p": "exposed" if p2p_exposed else "asynchronous",
                 "layers_per_stage": f"{min(counts)}-{max(counts)}",
+                **recompute,
             },
         )
 

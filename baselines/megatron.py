@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from baselines.colocated import colocated_candidates, colocated_layout, pipeline_program
 from disagmoe.plan.plan import Layout
 from disagmoe.plan.program import Program
-from disagmoe.system import Candidate, Problem
+from disagmoe.system import RECOMPUTE_LEVELS, Candidate, Problem
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Megatron1F1B:
 
     name: str = "megatron_1f1b"
     native_transport: str = "nccl"
+    recompute_levels: ClassVar[tuple[Candidate, ...]] = RECOMPUTE_LEVELS
 
     def candidates(self, problem: Problem) -> Iterable[Candidate]:
         yield from colocated_candidates(problem, pp=self.pp, virtual=self.virtual, group=self.group)

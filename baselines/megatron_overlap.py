@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from baselines.colocated import colocated_candidates, colocated_layout, expert_parallel_sizes, stages_of
 from disagmoe.plan.combined import combined_program, combined_warmup
 from disagmoe.plan.orders import groups
 from disagmoe.plan.plan import Layout
 from disagmoe.plan.program import Program
-from disagmoe.system import Candidate, NotApplicable, Problem
+from disagmoe.system import SELECTIVE_LEVELS, Candidate, NotApplicable, Problem
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Megatron1F1BOverlap:
 
     name: str = "megatron_1f1b_overlap"
     native_transport: str = "nccl"
+    recompute_levels: ClassVar[tuple[Candidate, ...]] = SELECTIVE_LEVELS
 
     def candidates(self, problem: Problem) -> Iterable[Candidate]:
         """Those of interleaved 1F1B with pp = 1 or virtual > 1."""

@@ -17,11 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import ClassVar
 
 from baselines.colocated import colocated_candidates, colocated_layout, pipeline_program
 from disagmoe.plan.plan import Layout
 from disagmoe.plan.program import Program
-from disagmoe.system import Candidate, NotApplicable, Problem, System
+from disagmoe.system import RECOMPUTE_LEVELS, Candidate, NotApplicable, Problem, System
 
 DEGREES = (1, 2, 4, 8)
 ALGORITHMS = ("linear", "2dh")
@@ -47,6 +48,7 @@ class Tutel:
 
     name: str = "tutel"
     native_transport: str = "nccl"
+    recompute_levels: ClassVar[tuple[Candidate, ...]] = RECOMPUTE_LEVELS
 
     def __post_init__(self) -> None:
         if self.degree is not None and self.degree not in DEGREES:

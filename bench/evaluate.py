@@ -18,15 +18,15 @@ from baselines.registry import REFERENCE, get_system
 from bench import plan_cache
 from bench.config import RunConfig
 from bench.replay import KEPT, from_default_batch
-from disagmoe.allocator import StepFunction, Tuned
+from bench.simulated import Simulated
+from disagmoe.allocator import Tuned
 from disagmoe.cost.calibration import load_calibration
 from disagmoe.cost.flops import train_flops_per_token
 from disagmoe.cost.model import CostModel
-from disagmoe.plan.memory import peak_static_gib
+from disagmoe.plan.memory_report import MemoryReport
 from disagmoe.plan.plan import Layout, Plan
-from disagmoe.plan.pricing import Pricing, price
+from disagmoe.plan.pricing import Pricing
 from disagmoe.plan.verify import verify
-from disagmoe.simulator import simulate
 from disagmoe.specs import default_global_batch
 from disagmoe.specs.devices import device
 from disagmoe.system import Problem, Variant, variants_of
@@ -38,8 +38,6 @@ MERGE_OF_TRANSPORT = {"nccl": "none", "deepep": "node", "m2n_rdma": "node"}
 
 Row = dict[str, Any]
 
-UNMODELLED = "activation memory is not yet modelled: only weights, gradients and optimizer state bound what fits"
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -48,6 +46,7 @@ class Outcome:
     layout: Layout | None
     timeline: Timeline | None
     tuned: Tuned | None = None
+    memory: MemoryReport | None = None
 
 
 @dataclass(frozen=True)
@@ -130,10 +129,12 @@ def _run(form: Variant, problem: Problem, config: RunConfig, view: str, report: 
     }
 
     def search(asked: Problem) -> Tuned:
+        simulated = Simulated(asked)
         return plan_cache.tuned(
             system,
             asked,
-            simulated_step(asked),
+            simulated.step,
+            peak=simulated.peak,
             budget=config.budget,
             on_trial=lambda count: report(f"{view}: {system.name}, plan {count} timed"),
         )
@@ -142,25 +143,21 @@ def _run(form: Variant, problem: Problem, config: RunConfig, view: str, report: 
         if config.plans_from is None:
             tuned = search(problem)
         else:
-            tuned = from_default_batch(system, problem, simulated_step(problem), search)
+            tuned = from_default_batch(system, problem, Simulated(problem).step, search)
         row.update(status=tuned.status, reason=tuned.reason, peak_memory_gib=tuned.needed_gib)
         if tuned.plan is None:
             return row, Outcome(None, None, tuned)
         verify(tuned.plan.program)
-        pricing = price(tuned.plan.layout, tuned.plan.program, problem.costs)
-        timeline = simulate(tuned.plan.program, pricing)
-        row.update(_measures(problem, tuned.plan, pricing, timeline))
-        return row, Outcome(tuned.plan.layout, timeline, tuned)
+        simulated = Simulated(problem)
+        pricing, timeline = simulated.run(tuned.plan)
+        memory = simulated.memory(tuned.plan)
+        row.update(_measures(problem, tuned.plan, pricing, timeline), peak_memory_gib=memory.peak_gib)
+        return row, Outcome(tuned.plan.layout, timeline, tuned, memory)
     except Exception as error:  # one broken system must not take the others' rows with it
         if config.debug:
             raise
         row.update(status="failed", reason=f"{type(error).__name__}: {error}")
         return row, Outcome(None, None)
-
-
-def simulated_step(problem: Problem) -> StepFunction:
-    """The step of a plan by simulation."""
-    return lambda plan: simulate(plan.program, price(plan.layout, plan.program, problem.costs)).step_s
 
 
 MEASURES = (
@@ -209,7 +206,6 @@ def _measures(problem: Problem, plan: Plan, pricing: Pricing, timeline: Timeline
         "mfu": mfu,
         **summary.as_row(),
         "wire_bytes_per_gpu": sent,
-        "peak_memory_gib": peak_static_gib(plan.layout, problem.model),
         "gpus_used": placement.gpus_used,
         "microbatches": plan.layout.batch.microbatches,
         "tokens_dropped": plan.layout.tokens_dropped,
@@ -259,7 +255,7 @@ def _describe_view(rows: list[Row]) -> dict[str, Any]:
 
 
 def _notes(config: RunConfig) -> list[str]:
-    notes = [UNMODELLED]
+    notes: list[str] = []
     if config.contention_scale != 1.0:
         notes.append(f"contention scaled by {config.contention_scale:g}: every factor f is 1 + scale × (f − 1)")
     if config.plans_from is not None:

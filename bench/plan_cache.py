@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.identity import ROOT, canonical, plain, source_digest, system_digest
-from disagmoe.allocator import StepFunction, Trial, Tuned, tune
+from disagmoe.allocator import PeakFunction, StepFunction, Trial, Tuned, tune
 from disagmoe.plan.plan import Plan
 from disagmoe.system import Problem, System
 
@@ -30,18 +30,19 @@ def tuned(
     problem: Problem,
     step: StepFunction,
     *,
+    peak: PeakFunction | None = None,
     budget: int,
     on_trial: Callable[[int], None] | None = None,
     cache: Path | None = CACHE,
 ) -> Tuned:
     """As `disagmoe.allocator.tune`, from the cache where the same question was answered before."""
     if cache is None:
-        return tune(system, problem, step, budget=budget, on_trial=on_trial)
+        return tune(system, problem, step, peak=peak, budget=budget, on_trial=on_trial)
     path = cache / f"{_key(system, problem, budget)}.json"
     kept = _read(path)
     if kept is not None:
         return _rebuild(system, problem, kept)
-    found = tune(system, problem, step, budget=budget, on_trial=on_trial)
+    found = tune(system, problem, step, peak=peak, budget=budget, on_trial=on_trial)
     _write(path, found)
     return found
 

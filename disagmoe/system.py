@@ -62,6 +62,27 @@ def variants_of(system: System, view: str) -> tuple[Variant, ...]:
     return tuple(form for form in forms if view == "native" or form.native_transport is None)
 
 
+NO_RECOMPUTE: tuple[Candidate, ...] = ({},)
+SELECTIVE_LEVELS: tuple[Candidate, ...] = ({}, {"recompute": "selective"})
+RECOMPUTE_LEVELS: tuple[Candidate, ...] = (*SELECTIVE_LEVELS, {"recompute": "full"})
+
+
+def recompute_levels(system: System) -> tuple[Candidate, ...]:
+    """What a system may recompute, cheapest first, as additions to a candidate; nothing unless it says so."""
+    levels: tuple[Candidate, ...] = getattr(system, "recompute_levels", NO_RECOMPUTE)
+    return levels
+
+
+def recompute_of(candidate: Candidate) -> dict[str, str | int | float]:
+    """What `recompute_levels` added to a candidate: options of the Layout, by the names of `cost.recompute`."""
+    return {key: value for key, value in candidate.items() if key.startswith("recompute")}
+
+
+def without_recompute(candidate: Candidate) -> Candidate:
+    """A candidate without the additions of `recompute_levels`."""
+    return {key: value for key, value in candidate.items() if not key.startswith("recompute")}
+
+
 class NotApplicable(Exception):
     """A system cannot run this problem; the message is the reason shown in the table."""
 
@@ -70,7 +91,9 @@ class NotApplicable(Exception):
 class System(Protocol):
     """A planner. Implementations are frozen dataclasses whose fields are the user's options.
 
-    A system that is shown in several rows also has `variants() -> tuple[Variant, ...]`.
+    A system that is shown in several rows also has `variants() -> tuple[Variant, ...]`;
+    one that can recompute activations has `recompute_levels`, additions to a
+    candidate ({"recompute": "full"}, ...) in the order in which they are tried.
     """
 
     @property

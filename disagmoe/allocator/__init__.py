@@ -6,7 +6,7 @@ from disagmoe.allocator.milp import allocate, solve
 from disagmoe.allocator.options import Shape, Sizes
 from disagmoe.allocator.ring import ring_candidates, ring_space, sizes_of
 from disagmoe.allocator.solvers import Infeasible, Settings, SolverError
-from disagmoe.allocator.tuner import StepFunction, Trial, Tuned, tune
+from disagmoe.allocator.tuner import PeakFunction, StepFunction, Trial, Tuned, tune
 
 __all__ = [
     "Allocation",
@@ -14,6 +14,7 @@ __all__ = [
     "Axis",
     "Found",
     "Infeasible",
+    "PeakFunction",
     "Settings",
     "Shape",
     "Sizes",

@@ -1,10 +1,11 @@
 """The plan a system is judged by: the fastest of its candidates that fits in memory.
 
-Every system goes through the same three sieves: what does not fit in memory is
-dropped first, then what a lower bound on the step already rules out, and the
-rest is timed by a step function that is handed in (the simulator today; an
-emulated or measured step serves as well). Budgets are counts, never seconds, so
-the choice is the same on every machine.
+Every system goes through the same sieves: what cannot fit in memory is dropped
+first, then what a lower bound on the step already rules out; the rest is timed by
+a step function that is handed in (the simulator today; an emulated or measured
+step serves as well). A candidate that does not fit is tried again with more
+recompute, as far as its system can recompute. Budgets are counts, never seconds,
+so the choice is the same on every machine.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from disagmoe.plan.memory import peak_static_gib
-from disagmoe.plan.plan import Layout, Plan
 from disagmoe.plan.bounds import lower_bound_s
-from disagmoe.system import Candidate, NotApplicable, Problem, System
+from disagmoe.plan.memory_report import lower_bound_gib, peak_gib
+from disagmoe.plan.plan import Layout, Plan
+from disagmoe.system import Candidate, NotApplicable, Problem, System, recompute_levels, without_recompute
 
 StepFunction = Callable[[Plan], float]
+"""Seconds of one step of a plan."""
+PeakFunction = Callable[[Plan], float]
+"""GiB of the fullest GPU of a plan that was just timed."""
 
 DEFAULT_BUDGET = 64
 """Candidates timed per round."""
@@ -65,6 +69,7 @@ def tune(
     problem: Problem,
     step: StepFunction,
     *,
+    peak: PeakFunction | None = None,
     budget: int = DEFAULT_BUDGET,
     on_trial: Callable[[int], None] | None = None,
 ) -> Tuned:
@@ -72,14 +77,17 @@ def tune(
 
     The search has two rounds: the system's candidates by rising lower bound (at
     most `budget` of them are timed), then the refinements of the best
-    REFINED_PLANS. `on_trial(timed)` reports progress.
+    REFINED_PLANS. A plan fits where its memory by the order of its Program does
+    and, with `peak`, its memory as it ran; `peak` is only asked for plans that
+    would be the best so far, right after their `step`. `on_trial(timed)` reports
+    progress.
     """
     try:
         candidates = list(system.candidates(problem))
     except NotApplicable as reason:
         return Tuned("not_applicable", str(reason), None, None, None, None, ())
 
-    search = _Search(system, problem, step, on_trial)
+    search = _Search(system, problem, step, peak, on_trial)
     for tier in sorted({int(c.get("tier", 0)) for c in candidates}):
         search.run([c for c in candidates if int(c.get("tier", 0)) == tier], budget)
         for candidate in search.best_candidates(REFINED_PLANS):
@@ -96,7 +104,7 @@ def _nothing_fits(problem: Problem, trials: tuple[Trial, ...]) -> Tuned:
         reason = trials[0].reason if trials else "no candidate in the search space of this system"
         return Tuned("not_applicable", reason, None, None, None, None, trials)
     limit = problem.cluster.limit_gib
-    reason = f"needs {min(needs):.1f} GiB per GPU for weights, gradients and optimizer state; {limit:.1f} GiB available"
+    reason = f"needs {min(needs):.1f} GiB per GPU at least; {limit:.1f} GiB available"
     return Tuned("oom", reason, None, None, None, min(needs), trials)
 
 
@@ -104,47 +112,41 @@ class _Search:
     """The trials of one tuning run and the best plan among them."""
 
     def __init__(
-        self, system: System, problem: Problem, step: StepFunction, on_trial: Callable[[int], None] | None
+        self,
+        system: System,
+        problem: Problem,
+        step: StepFunction,
+        peak: PeakFunction | None,
+        on_trial: Callable[[int], None] | None,
     ) -> None:
         self.system = system
         self.problem = problem
         self.step = step
+        self.peak = peak
         self.on_trial = on_trial
+        self.levels = recompute_levels(system)
+        self.limit_gib = problem.cluster.limit_gib
         self.trials: list[Trial] = []
         self.best: tuple[Trial, Plan] | None = None
         self._seen: set[tuple[tuple[str, str | int | float], ...]] = set()
 
     def best_candidates(self, count: int) -> list[Candidate]:
-        timed = [t for t in self.trials if t.step_s is not None]
-        return [t.candidate for t in sorted(timed, key=lambda t: t.step_s or 0.0)[:count]]
+        """The candidates of the fastest plans that fit, without their recompute."""
+        timed = sorted((t for t in self.trials if t.outcome == "timed"), key=lambda t: t.step_s or 0.0)
+        return [without_recompute(trial.candidate) for trial in timed[:count]]
 
     def run(self, candidates: list[Candidate], budget: int) -> None:
         timed = 0
-        for layout, trial in self._place(candidates):
+        for level, trial in self._place(candidates):
             if self.best is not None and (trial.bound_s or 0.0) >= (self.best[0].step_s or 0.0):
                 self.trials.append(replace(trial, outcome="bound"))
             elif timed >= budget:
                 self.trials.append(replace(trial, outcome="budget"))
             else:
-                timed += self._time(layout, trial)
+                timed += self._settle(level, trial)
 
-    def _time(self, layout: Layout, trial: Trial) -> bool:
-        """Time one layout; False where its program cannot be made."""
-        try:
-            plan = Plan(layout, self.system.program(self.problem, layout))
-        except NotApplicable as reason:
-            self.trials.append(replace(trial, outcome="not placeable", reason=str(reason)))
-            return False
-        done = replace(trial, outcome="timed", step_s=self.step(plan))
-        self.trials.append(done)
-        if self.on_trial is not None:
-            self.on_trial(sum(t.outcome == "timed" for t in self.trials))
-        if self.best is None or (done.step_s or 0.0) < (self.best[0].step_s or 0.0):
-            self.best = (done, plan)
-        return True
-
-    def _place(self, candidates: list[Candidate]) -> list[tuple[Layout, Trial]]:
-        """New layouts that fit in memory, by rising lower bound; the others become trials."""
+    def _place(self, candidates: list[Candidate]) -> list[tuple[int, Trial]]:
+        """(first recompute level that may fit, trial) of new candidates, by rising lower bound on the step."""
         placed = []
         for candidate in candidates:
             key = tuple(sorted(candidate.items()))
@@ -152,14 +154,51 @@ class _Search:
                 continue
             self._seen.add(key)
             try:
-                layout = self.system.layout(self.problem, candidate)
+                layouts = [self.system.layout(self.problem, {**candidate, **level}) for level in self.levels]
             except NotApplicable as reason:
                 self.trials.append(Trial(candidate, "not placeable", reason=str(reason)))
                 continue
-            needed = peak_static_gib(layout, self.problem.model)
-            if needed > self.problem.cluster.limit_gib:
-                self.trials.append(Trial(candidate, "memory", needed_gib=needed))
-                continue
-            bound = lower_bound_s(layout, self.problem.costs)
-            placed.append((layout, Trial(candidate, "", needed_gib=needed, bound_s=bound)))
+            needs = [self._at_least_gib(layout) for layout in layouts]
+            fitting = [i for i, needed in enumerate(needs) if needed <= self.limit_gib]
+            if fitting:
+                bound = lower_bound_s(layouts[0], self.problem.costs)
+                placed.append((fitting[0], Trial(candidate, "", needed_gib=needs[fitting[0]], bound_s=bound)))
+            else:
+                self.trials.append(Trial(candidate, "memory", needed_gib=min(needs)))
         return sorted(placed, key=lambda pair: pair[1].bound_s or 0.0)
+
+    def _at_least_gib(self, layout: Layout) -> float:
+        return lower_bound_gib(layout, self.problem.model, self.problem.workload)
+
+    def _settle(self, level: int, trial: Trial) -> bool:
+        """Time a candidate with as little recompute as fits; True where a plan was timed."""
+        timed = False
+        for extra in self.levels[level:]:
+            candidate = {**trial.candidate, **extra}
+            try:
+                layout = self.system.layout(self.problem, candidate)
+                plan = Plan(layout, self.system.program(self.problem, layout))
+            except NotApplicable as reason:
+                self.trials.append(replace(trial, candidate=candidate, outcome="not placeable", reason=str(reason)))
+                continue
+            needed = peak_gib(layout, plan.program, self.problem.model, self.problem.workload)
+            if needed > self.limit_gib:
+                self.trials.append(replace(trial, candidate=candidate, outcome="memory", needed_gib=needed))
+                continue
+            done = replace(trial, candidate=candidate, outcome="timed", needed_gib=needed, step_s=self.step(plan))
+            timed = True
+            if self.best is None or (done.step_s or 0.0) < (self.best[0].step_s or 0.0):
+                if self.peak is not None:
+                    done = replace(done, needed_gib=self.peak(plan))
+                if (done.needed_gib or 0.0) > self.limit_gib:
+                    self.trials.append(replace(done, outcome="memory"))
+                    continue
+                self.best = (done, plan)
+            self._record(done)
+            break
+        return timed
+
+    def _record(self, trial: Trial) -> None:
+        self.trials.append(trial)
+        if self.on_trial is not None:
+            self.on_trial(sum(t.outcome == "timed" for t in self.trials))

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil
+from typing import ClassVar
 
 from disagmoe.cost.recompute import Recompute
 from disagmoe.plan.af_pipe import ORDERS, af_pipe_program, group_sizes
 from disagmoe.plan.af_ring import HEADS, head_workers
 from disagmoe.plan.plan import Batch, Layout, Placement
 from disagmoe.plan.program import Program
-from disagmoe.system import Candidate, NotApplicable, Problem
+from disagmoe.system import SELECTIVE_LEVELS, Candidate, NotApplicable, Problem, recompute_of
 from disagmoe.systems.pools import NIC_RULES, Shape, place, shapes
 from disagmoe.systems.shortlist import shortlist
 
@@ -51,6 +52,13 @@ class DisagMoE:
 
     name: str = "disagmoe"
     native_transport: str = "m2n_rdma"
+    recompute_levels: ClassVar[tuple[Candidate, ...]] = (
+        *SELECTIVE_LEVELS,
+        {"recompute": "selective", "recompute_attention": "full"},
+        {"recompute": "selective", "recompute_ffn": "full", "recompute_tokens": "keep"},
+        {"recompute": "full"},
+    )
+    """The pools are full at different times, so each may recompute alone."""
 
     def __post_init__(self) -> None:
         choices = (
@@ -76,7 +84,8 @@ class DisagMoE:
         for tier, tried in enumerate([sizes] if problem.ep is None else [[n] for n in sizes]):
             splits = [{"tier": tier, **c} for n in tried for c in self._of_size(problem, n)]
             for split in shortlist(problem, splits):
-                # The largest group is the fastest as a rule, the smallest holds the fewest activations.
+                # The largest group is the fastest as a rule, the smallest holds the fewest activations. A slot for
+                # every transfer loses least where it is not the best warm-up.
                 groups = self._groups(problem, split)
                 for group in dict.fromkeys((groups[0], groups[-1])):
                     yield {**split, "group": group}
@@ -92,7 +101,7 @@ class DisagMoE:
                     "n": n,
                     "stage_nodes": shape.stage_nodes,
                     "micro_batch": sequences,
-                    "order": self.order or ORDERS[0],
+                    "order": self.order or ORDERS[-1],
                     "compute_streams": self.compute_streams or STREAMS[0],
                 }
 
@@ -124,7 +133,7 @@ class DisagMoE:
         streams = int(candidate.get("compute_streams", self.compute_streams or STREAMS[0]))
         order, group = str(candidate["order"]), int(candidate["group"])
         sequences = int(candidate["micro_batch"])
-        recompute = {key: value for key, value in candidate.items() if key.startswith("recompute")}
+        recompute = recompute_of(candidate)
         return Layout(
             system=self.name,
             variant="",

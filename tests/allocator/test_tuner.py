@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import pytest
-
 from baselines.megatron import Megatron1F1B
 from disagmoe.allocator import tune
 from disagmoe.plan.bounds import lower_bound_s
@@ -73,16 +71,18 @@ def test_too_large_a_model_is_out_of_memory_with_both_numbers() -> None:
     count = parameters(pr.model)
     dense = count.total - count.routed_experts
     needed = (count.routed_experts / 16 * 18 + dense * (6 + 12 / 16)) / 2**30
-    assert tuned.needed_gib == pytest.approx(needed, rel=1e-9)
-    assert f"needs {needed:.1f} GiB" in tuned.reason and "75.6 GiB available" in tuned.reason
+    # On top comes one micro-batch of activations: layer inputs only, under full recompute.
+    assert tuned.needed_gib is not None
+    assert needed < tuned.needed_gib < needed + 5.0
+    assert f"needs {tuned.needed_gib:.1f} GiB" in tuned.reason and "75.6 GiB available" in tuned.reason
 
 
 def test_expert_group_grows_only_where_the_size_asked_for_does_not_fit() -> None:
     pr = problem("deepseek_moe", ep=16, merge="node", transport="m2n_rdma")
     fits = tune(DisagMoE(), pr, step_of(pr)).plan
     assert fits is not None and fits.layout.ep == 16
-    tight = problem("gpt_oss_20b", small_cluster(nodes=4, memory_gib=34.0), ep=8, merge="node", transport="m2n_rdma")
-    # 19.1e9 expert parameters x 18 bytes are 40 GiB a GPU on 8 of them, 20 GiB on 16: 34 - 4 is between.
+    tight = problem("gpt_oss_20b", small_cluster(nodes=4, memory_gib=44.0), ep=8, merge="node", transport="m2n_rdma")
+    # 19.1e9 expert parameters x 18 bytes are 40 GiB a GPU on 8 of them and 20 GiB on 16; activations come on top.
     grown = tune(DisagMoE(p=1, dp=1), tight, step_of(tight)).plan
     assert grown is not None and grown.layout.ep == 16
 
@@ -124,3 +124,38 @@ def test_budget_counts_plans() -> None:
     tuned = tune(Megatron1F1B(), pr, step, budget=3)
     assert len(calls) <= 3
     assert tuned.step_s == min(calls)
+
+
+def test_recompute_comes_in_only_as_far_as_memory_asks() -> None:
+    roomy = problem("deepseek_moe", ep=16, global_batch=512, micro_batch=1)
+    tuned = tune(Megatron1F1B(pp=1), roomy, step_of(roomy))
+    assert tuned.candidate is not None
+    assert "recompute" not in tuned.candidate
+    # 16 sequences of 4096 in flight on one stage keep everything of 28 layers: make the GPU too small for that.
+    needs = {t.candidate.get("recompute", "none"): t.needed_gib for t in tuned.trials if t.needed_gib is not None}
+    tight = problem(
+        "deepseek_moe", small_cluster(memory_gib=needs["none"] + 4.0 - 0.1), ep=16, global_batch=512, micro_batch=1
+    )
+    found = tune(Megatron1F1B(pp=1), tight, step_of(tight))
+    assert found.status == "ok"
+    assert found.candidate is not None
+    assert found.candidate["recompute"] == "selective"
+    assert found.needed_gib is not None
+    assert found.needed_gib <= tight.cluster.limit_gib
+    assert found.step_s is not None and tuned.step_s is not None
+    assert found.step_s >= tuned.step_s
+
+
+def test_memory_as_it_ran_has_the_last_word() -> None:
+    pr = problem("tiny", ep=8, global_batch=64)
+    asked: list[Plan] = []
+
+    def peak(plan: Plan) -> float:
+        asked.append(plan)
+        return 1e9 if len(asked) == 1 else 0.5
+
+    tuned = tune(Megatron1F1B(), pr, step_of(pr), peak=peak)
+    assert tuned.status == "ok"
+    assert tuned.plan is not asked[0]
+    assert tuned.needed_gib == 0.5
+    assert [t.outcome for t in tuned.trials if t.needed_gib == 1e9] == ["memory"]
