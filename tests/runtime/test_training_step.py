@@ -11,6 +11,7 @@ import pytest
 from disagmoe.ops import Kind
 from tests.model.shapes import FAMILIES
 from tests.runtime.conftest import Pools
+from tests.runtime.mutations import MUTATIONS, faulty_step
 from tests.runtime.training_cases import Case, Outcome, one_step
 
 EXACT = 1e-10
@@ -101,3 +102,12 @@ def test_ranks_and_experts_without_tokens(pools: Pools, case: Case) -> None:
 @pytest.mark.parametrize("case", RECOMPUTE_CASES, ids=name)
 def test_recomputing_changes_nothing(pools: Pools, case: Case) -> None:
     check(pools(case.shape.ranks).run(one_step, case), case)
+
+
+@pytest.mark.parametrize("fault", MUTATIONS)
+def test_a_deliberate_fault_is_noticed(pools: Pools, fault: str) -> None:
+    case = MUTATIONS[fault][1]
+    outcomes = pools(case.shape.ranks).run(faulty_step, fault)
+    with pytest.raises(AssertionError, match=r"(loss|gradient of .*) differs by"):
+        check(outcomes, case)
+    assert max(max(found.loss, found.gradient) for found in outcomes) > 1e-6
