@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from disagmoe.plan.memory import peak_static_gib
+from disagmoe.plan.memory_report import peak_gib
 from disagmoe.plan.plan import Plan
-from disagmoe.system import Candidate, NotApplicable, Problem, System
+from disagmoe.system import Candidate, NotApplicable, Problem, System, recompute_levels
 
 Value = str | int | float
 Point = tuple[Value, ...]
@@ -123,17 +123,20 @@ def local_search(
     seed: int = 0,
     recentre: bool = True,
     needed_gib: Callable[[Plan], float] | None = None,
+    peak: Callable[[Plan], float] | None = None,
     on_trial: Callable[[int], None] | None = None,
 ) -> Found:
     """Time the seed and up to `trials` of its neighbours; the best that fits in memory.
 
-    `needed_gib` is the memory of a plan (default: weights, gradients and optimizer
-    state). Without `recentre` the ball stays around the seed. Points that cannot be
-    placed or do not fit are no trials.
+    A point is tried with as little recompute as fits. `needed_gib` is the memory of
+    a plan (default: by the order of its Program), `peak` its memory as it ran, asked
+    for a plan that would be the best so far right after its step. Without `recentre`
+    the ball stays around the seed. Points that cannot be placed or do not fit are no
+    trials.
     """
     if radius < 0 or trials < 0:
         raise ValueError(f"local search with radius={radius}, trials={trials}: neither may be negative")
-    search = _Search(system, problem, step, space, needed_gib)
+    search = _Search(system, problem, step, space, needed_gib, peak)
     search.attempt(space.seed)
     seed_s = search.step_s
     centre, order = space.seed, random.Random(seed)
@@ -169,12 +172,16 @@ class _Search:
         step: Callable[[Plan], float],
         space: Space,
         needed_gib: Callable[[Plan], float] | None,
+        peak: Callable[[Plan], float] | None,
     ) -> None:
         self.system = system
         self.problem = problem
         self.step = step
         self.space = space
-        self.needed_gib = needed_gib or (lambda plan: peak_static_gib(plan.layout, problem.model))
+        self.needed_gib = needed_gib or (
+            lambda plan: peak_gib(plan.layout, plan.program, problem.model, problem.workload)
+        )
+        self.peak = peak
         self.attempts: list[Attempt] = []
         self.best: Point | None = None
         self.plan: Plan | None = None
@@ -195,23 +202,37 @@ class _Search:
             if key in self._known:  # two points may mean the same plan
                 return False
             self._known.add(key)
+        tried = Attempt(named, candidate, "not placeable", "no plan at this point")
+        for extra in recompute_levels(self.system) if candidate is not None else ():
+            tried = self._with(point, Attempt(named, {**(candidate or {}), **extra}, "", ""))
+            if tried.outcome != "memory":
+                break
+        self.attempts.append(tried)
+        return tried.outcome == "timed"
+
+    def _with(self, point: Point, start: Attempt) -> Attempt:
+        """Plan, weigh and time one candidate of a point."""
         try:
-            if candidate is None:
-                raise NotApplicable("no plan at this point")
-            layout = self.system.layout(self.problem, candidate)
+            layout = self.system.layout(self.problem, start.candidate or {})
             plan = Plan(layout, self.system.program(self.problem, layout))
         except NotApplicable as reason:
-            self.attempts.append(Attempt(named, candidate, "not placeable", str(reason)))
-            return False
-        needed, limit = self.needed_gib(plan), self.problem.cluster.limit_gib
+            return replace(start, outcome="not placeable", reason=str(reason))
+        limit = self.problem.cluster.limit_gib
+
+        def too_large(needed: float) -> Attempt:
+            reason = f"needs {needed:.1f} GiB, {limit:.1f} available"
+            return replace(start, outcome="memory", reason=reason, needed_gib=needed)
+
+        needed = self.needed_gib(plan)
         if needed > limit:
-            reason_text = f"needs {needed:.1f} GiB, {limit:.1f} available"
-            self.attempts.append(Attempt(named, candidate, "memory", reason_text, needed))
-            return False
+            return too_large(needed)
         seconds = self.step(plan)
         better = self.step_s is None or seconds < self.step_s
+        if better and self.peak is not None:
+            needed = self.peak(plan)
+            if needed > limit:
+                return too_large(needed)
         self.timed += 1
-        self.attempts.append(Attempt(named, candidate, "timed", "", needed, seconds, better))
         if better:
             self.best, self.plan, self.step_s = point, plan, seconds
-        return True
+        return replace(start, outcome="timed", needed_gib=needed, step_s=seconds, best=better)

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil
+from itertools import product
+from math import ceil, inf
 
 from disagmoe.allocator.allocation import Allocation
 from disagmoe.allocator.local_search import Axis, Space, Value
-from disagmoe.allocator.options import MICRO_BATCHES, Sizes
-from disagmoe.system import Candidate, Problem
+from disagmoe.allocator.options import MICRO_BATCHES, Shape, Sizes, static_memory_of
+from disagmoe.plan.memory_report import lower_bound_gib, memory_report
+from disagmoe.plan.plan import Layout
+from disagmoe.system import Candidate, NotApplicable, Problem, System, recompute_levels, without_recompute
 
 RULES = ("halves", "own")
 """NIC rules of pools on nodes of their own."""
@@ -24,34 +27,97 @@ GROUPS = (2, 3, 4)
 """In-flight group sizes, in depths of the ring."""
 
 
-def ring_candidates(plan: Allocation, defaults: Mapping[str, Value]) -> list[dict[str, Value]]:
-    """The planner's candidates that mean this allocation, one per NIC rule that may hold it, most faithful first.
+def ring_candidate(
+    shape: Shape, rule: str, defaults: Mapping[str, Value], depths: int = GROUPS[-1]
+) -> dict[str, Value]:
+    """The planner's candidate of a Shape under a NIC rule, with `depths` depths of the ring in flight.
 
-    `defaults` holds what an allocation does not decide ("order", ...).
+    `defaults` holds what a Shape does not decide ("order", ...).
     """
-    shape = plan.shape
-    if plan.attention.nodes == plan.expert.nodes == 1 and any(
-        use is not None and min(use.gpus) > 0 for use in plan.nodes
-    ):
-        rules: tuple[str, ...] = ("shared_nodes",)
-    else:
-        half = len(plan.nodes) // 2
-        fits_half = max(plan.attention.nodes, plan.expert.nodes) <= half
-        rules = RULES if fits_half else tuple(reversed(RULES))
-    return [
-        {
-            **defaults,
-            "nics": rule,
-            "p": shape.p,
-            "dp": shape.dp,
-            "m": shape.m,
-            "n": shape.n,
-            "stage_nodes": 1 if rule == "shared_nodes" else 0,
-            "micro_batch": shape.micro_batch,
-            "group": 4 * shape.p,
-        }
-        for rule in rules
-    ]
+    return {
+        **defaults,
+        "nics": rule,
+        "p": shape.p,
+        "dp": shape.dp,
+        "m": shape.m,
+        "n": shape.n,
+        "stage_nodes": 1 if rule == "shared_nodes" else 0,
+        "micro_batch": shape.micro_batch,
+        "group": depths * shape.p,
+    }
+
+
+def ring_candidates(plan: Allocation, defaults: Mapping[str, Value]) -> list[dict[str, Value]]:
+    """The candidates that mean this allocation, most faithful first.
+
+    One per NIC rule that may hold it, with many micro-batches in flight and with few, which need less memory.
+    """
+    rules: tuple[str, ...] = RULES
+    if any(use is not None and min(use.gpus) > 0 for use in plan.nodes):
+        rules = ("shared_nodes",)
+    elif max(plan.attention.nodes, plan.expert.nodes) > len(plan.nodes) // 2:
+        rules = tuple(reversed(RULES))
+    return [ring_candidate(plan.shape, rule, defaults, depths) for rule in rules for depths in (GROUPS[-1], GROUPS[0])]
+
+
+class RingMemory:
+    """Memory of a Shape as its planner would lay it out, with as little recompute as fits.
+
+    `bound` is what no program of it goes below, `whole` what its own program needs;
+    both are pairs (attention, experts) of GiB. A Shape that cannot be placed is left
+    to the allocation's rows.
+    """
+
+    def __init__(self, system: System, problem: Problem, defaults: Mapping[str, Value]) -> None:
+        self.system = system
+        self.problem = problem
+        self.defaults = defaults
+        self.static = static_memory_of(problem)
+        self.levels = recompute_levels(system)
+        self.rules = RULES if problem.cluster.nodes > 1 else ("shared_nodes",)
+
+    def bound(self, shape: Shape) -> tuple[float, float]:
+        """Weights, gradients and optimizer, and one micro-batch in flight with the most recompute."""
+        fixed = self.static(shape)
+        if max(fixed) > self.problem.cluster.limit_gib:
+            return fixed
+        least = inf
+        for extra in reversed(self.levels):
+            layout = self._layout(shape, extra)
+            if layout is None:
+                return fixed
+            least = min(least, lower_bound_gib(layout, self.problem.model, self.problem.workload))
+            if least <= self.problem.cluster.limit_gib:
+                break
+        # The bound is that of the fullest GPU: it is in the pool that holds more.
+        return (least, fixed[1]) if fixed[0] > fixed[1] else (fixed[0], least)
+
+    def whole(self, shape: Shape) -> tuple[float, float]:
+        """Peaks of both pools over the order of the planner's program."""
+        least = (inf, inf)
+        limit = self.problem.cluster.limit_gib
+        for extra, depths in product(self.levels, (GROUPS[-1], GROUPS[0])):
+            layout = self._layout(shape, extra, depths)
+            if layout is None:
+                return self.static(shape)
+            try:
+                program = self.system.program(self.problem, layout)
+            except NotApplicable:
+                continue
+            report = memory_report(layout, program, self.problem.model, self.problem.workload)
+            peaks = [max(w.peak_gib for w in report.workers if w.pool == pool) for pool in "AF"]
+            least = min(least, (peaks[0], peaks[1]), key=max)
+            if max(least) <= limit:
+                break
+        return least
+
+    def _layout(self, shape: Shape, extra: Candidate, depths: int = GROUPS[-1]) -> Layout | None:
+        for rule in self.rules:
+            try:
+                return self.system.layout(self.problem, {**ring_candidate(shape, rule, self.defaults, depths), **extra})
+            except NotApplicable:
+                continue
+        return None
 
 
 def ring_space(
@@ -66,7 +132,7 @@ def ring_space(
     `fixed` are sizes that may not change (the planner's own options), `others`
     further keys of a candidate with the values they may take ("order", ...).
     """
-    fixed = dict(fixed or {})
+    seed, fixed = without_recompute(seed), dict(fixed or {})
     p, dp, m, n = (int(seed[key]) for key in ("p", "dp", "m", "n"))
     world, nodes = problem.cluster.gpus, problem.cluster.nodes
     pool = _Pool(problem, str(seed["nics"]), p, dp, n, int(seed["micro_batch"]))
