@@ -13,7 +13,7 @@ Parameters with weight decay come first in a bucket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,24 +22,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from disagmoe.model import Piece
-from disagmoe.runtime.collective import finish
+from disagmoe.runtime.collective import all_gather, finish, reduce_scatter
+from disagmoe.runtime.head_shard import Fragment
 from disagmoe.runtime.holdings import Share
-
-# Renamed in torch 2.13.
-_reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Run(NamedTuple):
-    """A piece inside a bucket: `size` values from `start`, of the given shape."""
+    """A piece inside a bucket: values from `start`, of the given shape; `label` also says which rows it has.
+
+    In the flat form of the whole parameter, of `whole` values, it begins at `offset`.
+    """
 
     name: str
     start: int
     shape: torch.Size
+    label: str
+    offset: int
+    whole: int
 
     @property
     def stop(self) -> int:
         return self.start + self.shape.numel()
+
+
+def _run(piece: Piece, start: int) -> Run:
+    shape = piece.value.shape
+    if not isinstance(piece, Fragment):
+        return Run(piece.name, start, shape, piece.name, 0, shape.numel())
+    per_row = shape[1:].numel()
+    return Run(piece.name, start, shape, piece.label, piece.first * per_row, piece.rows * per_row)
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
@@ -73,7 +84,7 @@ class Bucket:
                 view = piece.value
                 assert view.is_contiguous()
                 offset = int(view.storage_offset()) - int(parameter.storage_offset())
-                runs.append(Run(piece.name, start + offset, view.shape))
+                runs.append(_run(piece, start + offset))
             start += parameter.numel()
             if decays(pieces[0].name, parameter):
                 decayed = start
@@ -105,7 +116,7 @@ class Bucket:
         """Sum the gradient over the holders; afterwards it is complete in this rank's shard."""
         if self.group is not None:
             summed = torch.empty_like(self.gradients[self.shard])
-            finish(_reduce_scatter(summed, self.gradients, group=self.group, async_op=True), self.group)
+            finish(reduce_scatter(summed, self.gradients, self.group), self.group)
             self.gradients[self.shard].copy_(summed)
 
     def square_norm(self) -> float:
@@ -122,4 +133,4 @@ class Bucket:
 
     def _gather(self, flat: Tensor) -> None:
         if self.group is not None:
-            finish(_all_gather(flat, flat[self.shard].clone(), group=self.group, async_op=True), self.group)
+            finish(all_gather(flat, flat[self.shard].clone(), self.group), self.group)

@@ -126,7 +126,8 @@ def group_specs(ranks: RankMap, plan: Plan, *, tied: bool) -> dict[Key, Ranks]:
     Reductions: `worker` (a; one replica), `dense` (all ranks that hold what worker
     a holds), `expert` (a; block = index within ep: ranks that hold the same
     experts), `norm` (workers a and b share the FFN norm of their layers), `tied`
-    (embedding and head), `head` (shards of a head spread by vocabulary). Transfers:
+    (embedding and head), `head` (shards of a head spread by vocabulary, for a block
+    of tokens), `heads` (all ranks with a shard, who share the final norm). Transfers:
     `dispatch`, `combine`, `p2p` from a to b, each with a `_back` for gradients,
     named by the forward direction.
     """
@@ -165,6 +166,7 @@ def _reductions(ranks: RankMap, tied: bool) -> dict[Key, Ranks]:
         ends = {w for end in (placement.embed, *placement.heads) for w in placement.holders(end)}
         specs[Key("tied")] = ranks.everywhere(ends)
     if placement.head_shards:
+        specs[Key("heads")] = ranks.everywhere(placement.heads)
         for i in replicas:
             for local in range(placement.workers[placement.heads[0]].gpus):
                 specs[Key("head", replica=i, block=local)] = tuple(
@@ -265,7 +267,7 @@ class Groups:
         """This rank's group for a reduction; None where it would be alone.
 
         "worker" and "dense" need no arguments (own worker), nor does "expert" (own
-        experts), "tied" or "head"; "norm" takes the A- and the F-worker.
+        experts), "tied", "head" or "heads"; "norm" takes the A- and the F-worker.
         """
         me, ep = self.me, self.ranks.ep
         canonical = min(self.ranks.placement.holders(me.worker))
@@ -275,6 +277,7 @@ class Groups:
             "expert": Key("expert", canonical, block=me.local % ep),
             "norm": Key("norm", a, b),
             "tied": Key("tied"),
+            "heads": Key("heads"),
             "head": Key("head", replica=me.replica, block=me.local),
         }[purpose]
         if self.rank not in self._members[key]:
@@ -309,4 +312,4 @@ class Groups:
             torch.cuda.synchronize(self.device)
 
 
-_REDUCTIONS = frozenset({"worker", "dense", "expert", "norm", "tied", "head"})
+_REDUCTIONS = frozenset({"worker", "dense", "expert", "norm", "tied", "head", "heads"})

@@ -16,8 +16,13 @@ from torch import nn
 
 from disagmoe.model import AttentionPart, Blueprint, EmbeddingPart, ExpertPart, HeadPart, Part, Piece
 from disagmoe.model.embedding import EMBEDDING_NAME
+from disagmoe.model.head import CHUNK_TOKENS
+from disagmoe.runtime.head_shard import HeadShard
+from disagmoe.runtime.merge import Blocks
 from disagmoe.runtime.wiring import Exchanges
 from disagmoe.specs import ModelSpec
+
+HEAD_NORM_NAME = "head.norm.weight"
 
 
 class Share(NamedTuple):
@@ -31,21 +36,20 @@ class Share(NamedTuple):
 
 @dataclass
 class Holdings:
-    """The parts of one rank; attention and experts by layer."""
+    """The parts of one rank; attention and experts by layer. Of a head it has the whole or a shard, or neither."""
 
     spec: ModelSpec
     embedding: EmbeddingPart | None = None
     head: HeadPart | None = None
+    head_shard: HeadShard | None = None
     attention: dict[int, AttentionPart] = field(default_factory=dict)
     experts: dict[int, ExpertPart] = field(default_factory=dict)
 
     @classmethod
-    def build(cls, blueprint: Blueprint, exchanges: Exchanges, *, chunk_tokens: int | None = None) -> Holdings:
+    def build(cls, blueprint: Blueprint, exchanges: Exchanges, *, chunk_tokens: int = CHUNK_TOKENS) -> Holdings:
         """The parts of this rank, with their starting values."""
         spec, placement = blueprint.spec, exchanges.placement
         worker = exchanges.groups.me.worker
-        if placement.head_shards:
-            raise ValueError("a head that is spread over several expert groups cannot be executed; allowed: one worker")
         if len(placement.attn) != spec.layers or len(placement.ffn) != spec.layers:
             covered = min(len(placement.attn), len(placement.ffn))
             raise ValueError(f"the placement covers {covered} layers, model {spec.name} has {spec.layers}")
@@ -58,8 +62,11 @@ class Holdings:
                 mine.experts[layer] = ExpertPart(blueprint, layer, local)
         if worker in placement.holders(placement.embed):
             mine.embedding = EmbeddingPart(blueprint)
-        if worker in placement.holders(placement.head):
-            mine.head = HeadPart(blueprint) if chunk_tokens is None else HeadPart(blueprint, chunk_tokens=chunk_tokens)
+        if worker in placement.head_shards:
+            vocabulary = Blocks.split(placement.head_shards, spec.vocab).range_of(worker)
+            mine.head_shard = HeadShard(blueprint, vocabulary, chunk_tokens=chunk_tokens)
+        elif not placement.head_shards and worker in placement.holders(placement.head):
+            mine.head = HeadPart(blueprint, chunk_tokens=chunk_tokens)
         mine._share()
         return mine
 
@@ -72,8 +79,8 @@ class Holdings:
 
     def parts(self) -> list[Part]:
         """Every part, in a fixed order."""
-        ends: list[Part] = [part for part in (self.embedding, self.head) if part is not None]
-        return [*ends, *self.attention.values(), *self.experts.values()]
+        ends = (self.embedding, self.head, self.head_shard)
+        return [*(part for part in ends if part is not None), *self.attention.values(), *self.experts.values()]
 
     def pieces(self) -> dict[str, Piece]:
         """Global name -> piece, parameters and buffers."""
@@ -93,7 +100,7 @@ class Holdings:
                     yield self._share_of(layer, pieces[id(parameter)], attn, ffn), parameter, pieces[id(parameter)]
 
     def _by_layer(self) -> Iterator[tuple[int, Part]]:
-        yield from ((-1, part) for part in (self.embedding, self.head) if part is not None)
+        yield from ((-1, part) for part in (self.embedding, self.head, self.head_shard) if part is not None)
         yield from self.attention.items()
         yield from self.experts.items()
 
@@ -101,6 +108,8 @@ class Holdings:
         name = pieces[0].name
         if name == EMBEDDING_NAME and self.spec.tied:
             return Share("tied", -1)
+        if name == HEAD_NORM_NAME and self.head_shard is not None:
+            return Share("heads", -1)
         if layer >= 0 and name == f"layers.{layer}.ffn_norm.weight" and self.spec.is_moe(layer):
             return Share("norm", -1, attn[layer], ffn[layer]) if attn[layer] != ffn[layer] else Share("dense", layer)
         return Share("expert" if ".experts." in name else "dense", layer)

@@ -1,11 +1,11 @@
 """What the operations of one step leave for each other on one rank.
 
 Decides the names of the values that travel between operations. Every value is put
-once and taken once; what is left at the end of a step was computed for nothing.
+once and taken as often as it was put for; what is left at the end of a step was computed for nothing.
 With i the layer and b the micro-batch:
 
 - `rows` (i, b, chunk): input of attention i; i = number of layers: input of the head;
-- `rows_grad` (i, b, chunk): its gradient;
+- `rows_grad` (i, b, chunk): its gradient; `far_grad`: another worker's part of it;
 - `sent` (i, b, chunk): what attention i gives the experts, as `AttentionOutput`;
 - `sent_grad` (i, b, chunk): gradients of its rows and gate weights;
 - `arrived` (i, b, chunk): what the holder of experts got, as `Arrived`;
@@ -18,6 +18,7 @@ With i the layer and b the micro-batch:
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -38,19 +39,26 @@ class Shelf:
     def __init__(self, device: torch.device, chunks: int = 1) -> None:
         self.chunks = chunks
         self._values: dict[Label, Any] = {}
+        self._uses: dict[Label, int] = {}
+        self._lock = threading.Lock()
         self._cuda = device.type == "cuda"
 
-    def put(self, name: str, layer: int, microbatch: int, value: Any, chunk: int = 0) -> None:
-        """Leave a value; there must be none of that label."""
+    def put(self, name: str, layer: int, microbatch: int, value: Any, chunk: int = 0, *, uses: int = 1) -> None:
+        """Leave a value that is taken `uses` times; there must be none of that label."""
         label = (name, layer, microbatch, chunk)
         if label in self._values:
             raise RuntimeError(f"{_words(label)} was put twice")
+        self._uses[label] = uses
         self._values[label] = value
 
     def take(self, name: str, layer: int, microbatch: int, chunk: int = 0) -> Any:
-        """The value; it is gone afterwards."""
+        """The value; it is gone after its last use."""
         value = self.look(name, layer, microbatch, chunk)
-        del self._values[name, layer, microbatch, chunk]
+        label = (name, layer, microbatch, chunk)
+        with self._lock:
+            self._uses[label] -= 1
+            if not self._uses[label]:
+                del self._uses[label], self._values[label]
         return value
 
     def look(self, name: str, layer: int, microbatch: int, chunk: int = 0) -> Any:
@@ -67,10 +75,10 @@ class Shelf:
         """Rows chunk by chunk."""
         return torch.split(rows, list(near_equal(rows.shape[0], self.chunks)))
 
-    def put_rows(self, name: str, layer: int, microbatch: int, rows: Tensor) -> None:
+    def put_rows(self, name: str, layer: int, microbatch: int, rows: Tensor, *, uses: int = 1) -> None:
         """Leave rows, chunk by chunk."""
         for chunk, part in enumerate(self.split(rows)):
-            self.put(name, layer, microbatch, part, chunk)
+            self.put(name, layer, microbatch, part, chunk, uses=uses)
 
     def take_rows(self, name: str, layer: int, microbatch: int) -> Tensor:
         """The rows of all chunks."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from disagmoe.model import LossWeights
-from disagmoe.ops import Kind, Phase
+from disagmoe.ops import Kind, Phase, Stream
 from disagmoe.plan.plan import Placement, Plan
 from disagmoe.runtime.cut import Cut
 from disagmoe.runtime.groups import Groups, Place, combine_target
@@ -74,6 +74,23 @@ class Site:
         rows = np.flatnonzero(program.phase == int(Phase.R))
         return frozenset((Kind(program.kind[row]), int(program.layer[row])) for row in rows)
 
+    @cached_property
+    def passes(self) -> frozenset[tuple[Phase, Stream]]:
+        """(phase, stream) of the transfers between stages that this worker takes part in."""
+        program = self.plan.program
+        rows = np.flatnonzero((program.kind == int(Kind.P2P)) & (program.worker == self.me.worker))
+        return frozenset((Phase(program.phase[row]), Stream(program.stream[row])) for row in rows)
+
+    @property
+    def row_uses(self) -> int:
+        """How many operations of this worker take the rows before a spread head: its own, and passing them on."""
+        return 1 + int(bool(self.placement.head_shards) and (Phase.F, Stream.SEND) in self.passes)
+
+    @property
+    def far_gradients(self) -> bool:
+        """Whether a part of the gradient of those rows comes from another worker."""
+        return bool(self.placement.head_shards) and (Phase.B, Stream.RECV) in self.passes
+
     def exchanged(self, layer: int) -> bool:
         """Whether the rows of `layer` travel between ranks (a colocated dense layer's do not)."""
         return self.placement.disaggregated or self.spec.is_moe(layer)
@@ -94,7 +111,9 @@ class Site:
         """Tokens of a micro-batch whose loss this rank computes."""
         if self.placement.workers[self.placement.head].pool != "F":
             return self.own_tokens(microbatch)
-        return self.after(self.spec.layers - 1, microbatch).range_of(self.groups.rank)
+        ranks = self.groups.ranks.ranks(self.me.worker, self.me.replica)
+        tokens = len(self.cut.sequences_of(self.me.replica, microbatch)) * self.cut.seq
+        return Blocks.split(ranks, tokens).range_of(self.groups.rank)
 
     def before(self, layer: int, microbatch: int, chunk: int = 0) -> Blocks:
         """Which rank has which tokens when `layer` dispatches."""

@@ -91,7 +91,7 @@ def _cut(bucket: Bucket, shard: Tensor, kind: str) -> Iterator[Chunk]:
         start, stop = max(run.start, own.start), min(run.stop, own.stop)
         if start < stop:
             data = shard[start - own.start : stop - own.start]
-            yield Chunk(f"{kind}/{run.name}", start - run.start, run.shape.numel(), data)
+            yield Chunk(f"{kind}/{run.name}", run.offset + start - run.start, run.whole, data)
 
 
 class ChunkSavePlanner(SavePlanner):

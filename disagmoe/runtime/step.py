@@ -9,6 +9,7 @@ the model, the exchanges and the optimizer do it; the executor keeps the order.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from disagmoe.model import Blueprint, LossReport, LossWeights, Piece
-from disagmoe.ops import Kind
+from disagmoe.model.head import CHUNK_TOKENS
+from disagmoe.ops import Kind, Op
 from disagmoe.plan.dependencies import build_graph
 from disagmoe.plan.plan import Plan
 from disagmoe.plan.verify import verify
@@ -27,9 +29,11 @@ from disagmoe.runtime.cut import Cut, Fetch, StepBatch
 from disagmoe.runtime.executor import MOST_TIMEOUT_S, Executor, Record
 from disagmoe.runtime.expert_ops import ExpertOps
 from disagmoe.runtime.groups import Groups
+from disagmoe.runtime.head_shard import Fragment
 from disagmoe.runtime.holdings import Holdings, Share
 from disagmoe.runtime.optimizer import Recipe, ShardedAdamW
 from disagmoe.runtime.script import Task, script_of
+from disagmoe.runtime.shard_ops import ShardOps
 from disagmoe.runtime.shelf import Shelf
 from disagmoe.runtime.site import Site
 from disagmoe.runtime.sync_ops import SyncOps
@@ -71,7 +75,7 @@ class RunOptions:
     transport: str = "pairs"
     node_size: int | None = None
     timeout_s: float = MOST_TIMEOUT_S
-    chunk_tokens: int | None = None
+    chunk_tokens: int = CHUNK_TOKENS
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -132,16 +136,19 @@ class StepRunner:
         return StepResult(self._report(sums), math.sqrt(sums.square_norm), self._sync.clip_factor, sums, record)
 
     def values(self) -> dict[str, Tensor]:
-        """Global name -> view of every parameter and buffer this rank holds."""
-        return {name: piece.value for name, piece in self.holdings.pieces().items()}
+        """Global name -> view of every parameter and buffer this rank holds (some rows of one: `name[first:last]`)."""
+        return {
+            piece.label if isinstance(piece, Fragment) else name: piece.value
+            for name, piece in self.holdings.pieces().items()
+        }
 
     def gradients(self) -> dict[str, Tensor]:
-        """Global name -> complete gradient of every parameter this rank holds. Collective; for inspection."""
+        """As `values`, the complete gradient of every parameter this rank holds. Collective; for inspection."""
         found: dict[str, Tensor] = {}
         for bucket in self.buckets:
             bucket.gather_gradients()
             for run in bucket.runs:
-                found[run.name] = bucket.gradients[run.start : run.stop].view(run.shape)
+                found[run.label] = bucket.gradients[run.start : run.stop].view(run.shape)
         return found
 
     def close(self) -> None:
@@ -188,14 +195,15 @@ class _StepOps:
         self._tally = Tally(site.spec, site.device)
         self._sync = sync
         attention = AttentionOps(site, self.shelf, batch, self._tally)
+        head = ShardOps(site, self.shelf, batch, self._tally).head if site.placement.head_shards else attention.head
         self._transfers = TransferOps(site, self.shelf)
-        self._compute = {
+        self._compute: dict[Kind, Callable[[Op], float | None]] = {
             Kind.EMBED: attention.embed,
             Kind.ATTN: attention.attention,
             Kind.FFN: ExpertOps(site, self.shelf).experts,
-            Kind.HEAD: attention.head,
+            Kind.HEAD: head,
         }
-        self._other = {
+        self._other: dict[Kind, Callable[[Op], None]] = {
             Kind.DISPATCH: self._transfers.dispatch,
             Kind.COMBINE: self._transfers.combine,
             Kind.GRAD_SYNC: sync.sync,
@@ -205,7 +213,7 @@ class _StepOps:
         kind = task.op.kind
         if kind in self._compute:
             with self._site.computing():
-                self._compute[kind](task.op)
+                return self._compute[kind](task.op)
         elif kind == Kind.OPTIM:
             return self._sync.optimize(self._tally)
         elif kind == Kind.P2P:

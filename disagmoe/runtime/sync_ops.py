@@ -2,9 +2,10 @@
 
 Decides which bucket belongs to which row. A GRAD_SYNC of layer l reduces what only
 this worker's ranks (and its copies) hold of layer l; of layer -1, embedding and
-head, and, where no row names them, everything else. What two workers hold together
-(FFN norms, a tied embedding) is summed by the last GRAD_SYNC of either, after all
-else: then no two workers can wait for each other crosswise.
+head, and, where no row names them, everything else. What several workers hold
+together (FFN norms, the norm of a spread head, a tied embedding) is summed by the
+last GRAD_SYNC of each, after all else and in one order everywhere: then no two
+workers can wait for each other crosswise.
 
 OPTIM begins with one small sum over all ranks (gradient norm, losses, expert
 counts). With it every rank clips alike, and the correction biases of the routers
@@ -107,5 +108,5 @@ def sync_layers(program: Program, worker: int, phase: Phase) -> list[int]:
 
 
 def _together(bucket: Bucket) -> tuple[int, Share]:
-    """What one worker holds alone first, then norms, then a tied embedding: one order for all workers."""
-    return {"norm": 1, "tied": 2}.get(bucket.share.purpose, 0), bucket.share
+    """What one worker holds alone first, then what several do: one order for all workers."""
+    return {"norm": 1, "heads": 2, "tied": 3}.get(bucket.share.purpose, 0), bucket.share

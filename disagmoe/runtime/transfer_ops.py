@@ -6,6 +6,8 @@ whoever holds experts does the other half.
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from disagmoe.model import AttentionOutput
 from disagmoe.ops import COMPUTE_STREAMS, SEND_STREAMS, Op, Phase
 from disagmoe.runtime.exchange import Exchange
@@ -45,16 +47,28 @@ class TransferOps:
         """A transfer between pipeline stages: the output of a layer, or its gradient."""
         op, worker = task.op, self._site.me.worker
         if task.stream in COMPUTE_STREAMS:
-            return  # the worker only waits here
+            return None  # the worker only waits here
         forward, sends = op.phase == Phase.F, task.stream in SEND_STREAMS
         first, second = (worker, task.peer) if sends == forward else (task.peer, worker)
         relay = self._site.exchanges.relay(first, second)
-        name = "rows" if forward else "rows_grad"
+        layer, b = op.layer + 1, op.microbatch
         if sends:
-            relay.send(op, self._shelf.take_rows(name, op.layer + 1, op.microbatch), back=not forward)
-        else:
-            rows = relay.receive(op, len(self._site.own_tokens(op.microbatch)), back=not forward)
-            self._shelf.put_rows(name, op.layer + 1, op.microbatch, rows)
+            rows = self._shelf.take_rows("rows", layer, b) if forward else self._gradient(layer, b)
+            return relay.send(op, rows, back=not forward)
+        if not self._site.placement.head_shards:
+            rows = relay.receive(op, len(self._site.own_tokens(b)), back=not forward)
+            return self._shelf.put_rows("rows" if forward else "rows_grad", layer, b, rows)
+        rows = relay.receive(op, len(self._site.head_tokens(b)), back=not forward)
+        uses = self._site.row_uses if forward else 1
+        self._shelf.put_rows("rows" if forward else "far_grad", layer, b, rows, uses=uses)
+        return None
+
+    def _gradient(self, layer: int, microbatch: int, chunk: int = 0) -> Tensor:
+        """The gradient of the rows before `layer`, with another worker's part where a spread head makes one."""
+        grad: Tensor = self._shelf.take("rows_grad", layer, microbatch, chunk)
+        if layer == self._site.spec.layers and self._site.far_gradients:
+            grad = grad + self._shelf.take("far_grad", layer, microbatch, chunk)
+        return grad
 
     def _sides(self, exchange: Exchange) -> tuple[bool, bool]:
         """Whether this rank owns tokens and whether it holds experts."""
@@ -102,11 +116,13 @@ class TransferOps:
             back_route, rows = exchange.combine(op, tokens)
         self._shelf.put("combine", op.layer, op.microbatch, back_route, op.chunk)
         if owner:
-            self._shelf.put("rows", op.layer + 1, op.microbatch, rows, op.chunk)
+            last = op.layer + 1 == self._site.spec.layers
+            uses = self._site.row_uses if last else 1
+            self._shelf.put("rows", op.layer + 1, op.microbatch, rows, op.chunk, uses=uses)
 
     def _combine_back(self, exchange: Exchange, op: Op) -> None:
         owner, holder = self._sides(exchange)
-        grad = self._shelf.take("rows_grad", op.layer + 1, op.microbatch, op.chunk) if owner else None
+        grad = self._gradient(op.layer + 1, op.microbatch, op.chunk) if owner else None
         made_grad = exchange.combine_backward(op, self._shelf.take("combine", *_at(op)), grad)
         if holder:
             self._shelf.put("made_grad", op.layer, op.microbatch, made_grad, op.chunk)

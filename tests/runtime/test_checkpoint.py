@@ -61,6 +61,16 @@ def test_the_placement_may_change(pools: Pools, tmp_path: Path, shape: RingShape
             torch.testing.assert_close(value, final[name], rtol=0, atol=1e-12, msg=name)
 
 
+def test_a_spread_head_may_become_a_whole_one_and_back(pools: Pools, tmp_path: Path) -> None:
+    run = run_of(tmp_path, steps=6)
+    spread = replace(run, shape=RingShape(p=2), head="spread")
+    whole = pools(2).run(train, replace(run, folder=None))
+    pools(4).run(train, replace(spread, steps=2))
+    pools(2).run(train, replace(run, steps=4))
+    rest = pools(4).run(train, spread)
+    assert rest[0].losses == pytest.approx(whole[0].losses[4:], abs=1e-12)
+
+
 def test_the_newest_valid_one_is_used(pools: Pools, tmp_path: Path) -> None:
     run = run_of(tmp_path, save_every=1, steps=3)
     whole = pools(2).run(train, run)

@@ -40,6 +40,12 @@ HEAD_CASES = [
     Case(streams=2, layers=3, microbatches=5, sequences=5),
     Case(streams=2, p=2, layers=3, microbatches=6, sequences=6, head="next_a"),
 ]
+SPREAD_CASES = [
+    Case(head="spread", p=2, layers=2),
+    Case(head="spread", p=2, n=1, layers=3, microbatches=5, sequences=6, order="megatron", family="deepseek"),
+    Case(head="spread", layers=2),  # one expert group: a whole head
+    Case(head="spread", p=2, layers=3, streams=2, sequences=5, family="gpt_oss"),
+]
 EXCHANGE_CASES = [
     Case(m=2, n=2, layers=3, merge=merge, transport=transport, node_size=size, sequences=6, family="deepseek")
     for merge, transport, size in (
@@ -84,7 +90,7 @@ def test_every_family_of_models(pools: Pools, case: Case) -> None:
     check(pools(2).run(one_step, case), case)
 
 
-@pytest.mark.parametrize("case", [*SHAPE_CASES, *HEAD_CASES], ids=name)
+@pytest.mark.parametrize("case", [*SHAPE_CASES, *HEAD_CASES, *SPREAD_CASES], ids=name)
 def test_every_shape_of_ring(pools: Pools, case: Case) -> None:
     check(pools(case.shape.ranks).run(one_step, case), case)
 

@@ -37,6 +37,7 @@ class Run:
     seq: int = 5
     microbatches: int = 3
     streams: int = 1
+    head: str = "last_f"
     precision: str = "fp64"
     recipe: Recipe = RECIPE
     weights: LossWeights = field(default_factory=lambda: LossWeights(0.01, 0.001))
@@ -72,6 +73,7 @@ class Run:
             microbatches=self.microbatches,
             sequences=self.batch,
             compute_streams=self.streams,
+            head=self.head,
             recompute=frozenset(self.recompute),
         )
         course = Course(
