@@ -12,7 +12,7 @@ from disagmoe.model import AttentionOutput
 from disagmoe.ops import COMPUTE_STREAMS, SEND_STREAMS, Op, Phase
 from disagmoe.runtime.exchange import Exchange
 from disagmoe.runtime.script import Task
-from disagmoe.runtime.shelf import Shelf
+from disagmoe.runtime.shelf import Shelf, joined
 from disagmoe.runtime.site import Site
 
 
@@ -53,7 +53,7 @@ class TransferOps:
         relay = self._site.exchanges.relay(first, second)
         layer, b = op.layer + 1, op.microbatch
         if sends:
-            rows = self._shelf.take_rows("rows", layer, b) if forward else self._gradient(layer, b)
+            rows = self._shelf.take_rows("rows", layer, b) if forward else self._whole_gradient(layer, b)
             return relay.send(op, rows, back=not forward)
         if not self._site.placement.head_shards:
             rows = relay.receive(op, len(self._site.own_tokens(b)), back=not forward)
@@ -62,6 +62,9 @@ class TransferOps:
         uses = self._site.row_uses if forward else 1
         self._shelf.put_rows("rows" if forward else "far_grad", layer, b, rows, uses=uses)
         return None
+
+    def _whole_gradient(self, layer: int, microbatch: int) -> Tensor:
+        return joined([self._gradient(layer, microbatch, chunk) for chunk in range(self._shelf.chunks)])
 
     def _gradient(self, layer: int, microbatch: int, chunk: int = 0) -> Tensor:
         """The gradient of the rows before `layer`, with another worker's part where a spread head makes one."""

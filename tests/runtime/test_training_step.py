@@ -80,8 +80,8 @@ def check(outcomes: list[Outcome], case: Case, bound: float = EXACT) -> None:
 
 
 def name(case: Case) -> str:
-    default = Case()
-    fields = [f for f in Case.__dataclass_fields__ if getattr(case, f) != getattr(default, f)]
+    default = type(case)()
+    fields = [f for f in case.__dataclass_fields__ if getattr(case, f) != getattr(default, f)]
     return "-".join(f"{f}={getattr(case, f)}" for f in fields) or "plain"
 
 
