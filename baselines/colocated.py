@@ -16,7 +16,7 @@ from disagmoe.cost.comet import TileSplit
 from disagmoe.cost.model import CostModel
 from disagmoe.cost.recompute import Recompute
 from disagmoe.ops import Kind, Phase
-from disagmoe.plan.bounds import layer_s
+from disagmoe.plan.bounds import layer_times_s
 from disagmoe.plan.colocated import colocated_program
 from disagmoe.plan.plan import Batch, Layout, Placement, Worker
 from disagmoe.plan.pricing import LayoutCosts
@@ -179,13 +179,14 @@ def loads_s(layout: Layout, costs: CostModel, *, overlap: bool = False) -> tuple
     def seconds(kind: Kind, layer: int = -1) -> float:
         return sum(prices.op(kind, phase, layer).seconds for phase in (Phase.F, Phase.B))
 
-    layers = []
-    for layer in range(costs.model.layers):
-        if overlap:
+    if overlap:
+        of_kind = {}
+        for layer in sorted(set(costs.like)):
             compute = seconds(Kind.ATTN, layer) + seconds(Kind.FFN, layer)
-            layers.append(max(compute, seconds(Kind.DISPATCH, layer) + seconds(Kind.COMBINE, layer)))
-        else:
-            layers.append(sum(layer_s(prices, layer, phase) for phase in (Phase.F, Phase.B)))
+            of_kind[layer] = max(compute, seconds(Kind.DISPATCH, layer) + seconds(Kind.COMBINE, layer))
+    else:
+        of_kind = {layer: sum(times.values()) for layer, times in layer_times_s(prices).items()}
+    layers = [of_kind[first] for first in costs.like]
     return layers, seconds(Kind.HEAD), seconds(Kind.EMBED)
 
 

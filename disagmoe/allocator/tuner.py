@@ -13,9 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from disagmoe.cost.recompute import Recompute
+from disagmoe.ops import Kind
 from disagmoe.plan.bounds import lower_bound_s
 from disagmoe.plan.memory_report import lower_bound_gib, peak_gib
 from disagmoe.plan.plan import Layout, Plan
+from disagmoe.plan.program import Program
 from disagmoe.system import Candidate, NotApplicable, Problem, System, recompute_levels, without_recompute
 
 StepFunction = Callable[[Plan], float]
@@ -154,33 +157,43 @@ class _Search:
                 continue
             self._seen.add(key)
             try:
-                layouts = [self.system.layout(self.problem, {**candidate, **level}) for level in self.levels]
+                layout = self.system.layout(self.problem, candidate)
             except NotApplicable as reason:
                 self.trials.append(Trial(candidate, "not placeable", reason=str(reason)))
                 continue
-            needs = [self._at_least_gib(layout) for layout in layouts]
-            fitting = [i for i, needed in enumerate(needs) if needed <= self.limit_gib]
-            if fitting:
-                bound = lower_bound_s(layouts[0], self.problem.costs)
-                placed.append((fitting[0], Trial(candidate, "", needed_gib=needs[fitting[0]], bound_s=bound)))
+            level, needed = self._first_level(layout)
+            if needed <= self.limit_gib:
+                bound = lower_bound_s(layout, self.problem.costs)
+                placed.append((level, Trial(candidate, "", needed_gib=needed, bound_s=bound)))
             else:
-                self.trials.append(Trial(candidate, "memory", needed_gib=min(needs)))
+                self.trials.append(Trial(candidate, "memory", needed_gib=needed))
         return sorted(placed, key=lambda pair: pair[1].bound_s or 0.0)
 
-    def _at_least_gib(self, layout: Layout) -> float:
-        return lower_bound_gib(layout, self.problem.model, self.problem.workload)
+    def _first_level(self, layout: Layout) -> tuple[int, float]:
+        """The least recompute with which a layout may fit, and what it then needs at least (GiB)."""
+        needed = float("inf")
+        for level, extra in enumerate(self.levels):
+            redone = replace(layout, options={**layout.options, **extra})
+            needed = min(needed, lower_bound_gib(redone, self.problem.model, self.problem.workload))
+            if needed <= self.limit_gib:
+                return level, needed
+        return len(self.levels), needed
 
     def _settle(self, level: int, trial: Trial) -> bool:
         """Time a candidate with as little recompute as fits; True where a plan was timed."""
         timed = False
+        programs: dict[frozenset[Kind], Program] = {}
         for extra in self.levels[level:]:
             candidate = {**trial.candidate, **extra}
             try:
                 layout = self.system.layout(self.problem, candidate)
-                plan = Plan(layout, self.system.program(self.problem, layout))
+                repeated = Recompute.of(layout.options).repeated(disaggregated=layout.placement.disaggregated)
+                if repeated not in programs:  # what is redone inside a backward changes no order
+                    programs[repeated] = self.system.program(self.problem, layout)
             except NotApplicable as reason:
                 self.trials.append(replace(trial, candidate=candidate, outcome="not placeable", reason=str(reason)))
                 continue
+            plan = Plan(layout, programs[repeated])
             needed = peak_gib(layout, plan.program, self.problem.model, self.problem.workload)
             if needed > self.limit_gib:
                 self.trials.append(replace(trial, candidate=candidate, outcome="memory", needed_gib=needed))

@@ -27,6 +27,8 @@ class CostModel:
         self.cluster = cluster
         self.calibration = calibration
         self.workload = workload
+        self.like = self._alike()
+        """Per layer: the first layer with the same prices (MoE or not, and window, are all that differs)."""
         self._compute = Compute(calibration.rates, device(cluster.device))
         self._network = Network(calibration.rates, cluster.nvlink_gbs, cluster.spine_oversubscription)
         self._attention = cache(self._attention_s)
@@ -234,6 +236,11 @@ class CostModel:
         """Expected distinct units (ranks or nodes) among `units` that hold experts of one token."""
         m = self.model
         return distinct_units(m.experts, m.top_k, units, m.n_group, m.topk_group)
+
+    def _alike(self) -> tuple[int, ...]:
+        first: dict[tuple[bool, int | None], int] = {}
+        layers = range(self.model.layers)
+        return tuple(first.setdefault((self.model.is_moe(x), self.model.window(x)), x) for x in layers)
 
     # What the caches hold.
 

@@ -76,6 +76,11 @@ def layer_s(prices: LayoutCosts, layer: int, phase: Phase) -> float:
     return compute + max(exposed, redone)
 
 
+def layer_times_s(prices: LayoutCosts) -> dict[int, dict[Phase, float]]:
+    """`layer_s` in F and B of one layer of every kind, by the first layer of that kind (CostModel.like)."""
+    return {x: {phase: layer_s(prices, x, phase) for phase in _PHASES} for x in sorted(set(prices.costs.like))}
+
+
 def _redone_s(prices: LayoutCosts, layer: int) -> float:
     """Compute of one layer that runs again before its backward."""
     again, layout = prices.recompute.repeated(disaggregated=False), prices.layout
@@ -114,12 +119,13 @@ def _serial_s(prices: LayoutCosts) -> list[float]:
     work = [0.0] * workers
     passed = {phase: [0.0] * workers for phase in _PHASES}  # the first stage of every worker, one micro-batch
     stage, before = 0, placement.attn[0]
+    of_kind = layer_times_s(prices)
     for layer in range(model.layers):
         worker = placement.attn[layer]
         stage += worker != before
         before = worker
         for phase in _PHASES:
-            seconds = layer_s(prices, layer, phase)
+            seconds = of_kind[prices.costs.like[layer]][phase]
             work[worker] += seconds
             passed[phase][worker] += seconds if stage < workers else 0.0
     for phase in _PHASES:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 
 import numpy as np
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from disagmoe.cost.memory import BF16, Shard
 from disagmoe.ops import RECV_STREAMS, SEND_STREAMS, Stream
-from disagmoe.plan.plan import Layout
+from disagmoe.plan.plan import Layout, Placement
 from disagmoe.plan.program import Program
 from disagmoe.specs import ModelSpec
 from disagmoe.specs.params import (
@@ -67,6 +68,10 @@ transports without SMs are taken to need as much for their own registered buffer
 GEMM_WORKSPACE_BYTES = 6 * 32 * 2**20
 """32 MiB per cuBLAS handle on Hopper: Transformer Engine's own, its four of grouped GEMMs, and PyTorch's
 (https://github.com/NVIDIA/TransformerEngine, transformer_engine/pytorch/cpp_extensions/gemm.py)."""
+
+
+LAYOUTS_KEPT = 512
+"""Placements whose holdings are remembered: a search asks for each several times."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,11 @@ class Held:
 
 def held(layout: Layout, model: ModelSpec) -> Held:
     """What the placement makes every worker hold; mirrored workers hold their mirror's part too."""
-    placement = layout.placement
+    return _held(layout.placement, model)
+
+
+@lru_cache(maxsize=LAYOUTS_KEPT)
+def _held(placement: Placement, model: ModelSpec) -> Held:
     workers = len(placement.workers)
     attn, ffn = (np.zeros((workers, model.layers), dtype=np.bool_) for _ in range(2))
     embed, head = (np.zeros(workers) for _ in range(2))
@@ -157,21 +166,34 @@ def local_experts(model: ModelSpec, ep: int) -> int:
 
 def holdings(layout: Layout, model: ModelSpec) -> tuple[Holding, ...]:
     """What one GPU of each worker holds, in parameters."""
-    holds, tp = held(layout, model), shard_of(layout).tp
-    experts = local_experts(model, layout.ep) * expert_params(model)
-    layers = range(model.layers)
-    attention = np.array([_attention_share(model, layer, tp) for layer in layers])
-    shared = np.array([ffn_shared_params(model, layer) / tp for layer in layers])
-    routed = np.array([float(experts) if model.is_moe(layer) else 0.0 for layer in layers])
+    return _holdings(layout.placement, layout.ep, shard_of(layout).tp, model)
+
+
+@lru_cache(maxsize=LAYOUTS_KEPT)
+def _holdings(placement: Placement, ep: int, tp: int, model: ModelSpec) -> tuple[Holding, ...]:
+    holds = _held(placement, model)
+    attention, shared, routed = _layer_params(ep, tp, model)
     out = []
-    for index, worker in enumerate(layout.placement.workers):
+    for index, worker in enumerate(placement.workers):
         dense = float(holds.attn[index] @ attention + holds.ffn[index] @ shared)
         dense += float(holds.embed[index]) * embedding_params(model) / tp
         dense += float(holds.head[index]) * head_params(model) / tp
-        ranks = worker.gpus * layout.placement.copies
+        ranks = worker.gpus * placement.copies
         expert = float(holds.ffn[index] @ routed)
-        out.append(Holding(dense, expert, max(1, ranks // tp), max(1, ranks // layout.ep)))
+        out.append(Holding(dense, expert, max(1, ranks // tp), max(1, ranks // ep)))
     return tuple(out)
+
+
+@lru_cache(maxsize=LAYOUTS_KEPT)
+def _layer_params(ep: int, tp: int, model: ModelSpec) -> tuple[NDArray[np.float64], ...]:
+    """Parameters of one GPU per layer [layers]: attention side, shared FFN, routed experts."""
+    layers = range(model.layers)
+    experts = float(local_experts(model, ep) * expert_params(model))
+    return (
+        np.array([_attention_share(model, layer, tp) for layer in layers]),
+        np.array([ffn_shared_params(model, layer) / tp for layer in layers]),
+        np.array([experts if model.is_moe(layer) else 0.0 for layer in layers]),
+    )
 
 
 def _attention_share(model: ModelSpec, layer: int, tp: int) -> float:

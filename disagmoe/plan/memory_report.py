@@ -163,26 +163,33 @@ def peak_gib(
 def lower_bound_gib(
     layout: Layout, model: ModelSpec, workload: Workload, *, optimizer: str | Recipe = "megatron"
 ) -> float:
-    """What no Program of this Layout can go below: static memory and one micro-batch in flight.
+    """What no Program of this Layout can go below: static memory and what must be in flight.
 
     Every schedule passes through a moment at which a micro-batch has run all its
     forwards and none of its backwards, so every worker holds what its layers keep.
+    A system that knows more says so in the option `in_flight_<worker>`: the layers
+    that its order makes this worker of its own (one side of a layer) hold at once.
     """
     policy = Recompute.of(layout.options)
     static = static_memory(layout, model, recipe=_recipe(optimizer))
     nbytes = worker_bytes(layout, model, workload, policy, frames=False)
     holds = held(layout, model)
-    again = {side: policy_side == "full" for side, policy_side in (("attn", policy.attention), ("ffn", policy.ffn))}
+    moe = np.array([model.is_moe(layer) for layer in range(model.layers)])
+    # [(attention, FFN), (dense, MoE), workers]: layers of each side and kind that a worker holds.
+    counts = np.stack([[(side & ~moe).sum(axis=1), (side & moe).sum(axis=1)] for side in (holds.attn, holds.ffn)])
     most = 0.0
     for index, (fixed, of) in enumerate(zip(static, nbytes, strict=True)):
-        kept = 0.0
-        for layer in range(model.layers):
-            kind = of.layers[int(model.is_moe(layer))]
-            for flag, op, redone in (
-                (holds.attn[index, layer], kind.attention, again["attn"]),
-                (holds.ffn[index, layer], kind.ffn, again["ffn"]),
-            ):
-                kept += (op.kept if redone else op.saved) if flag else 0.0
+        kept, least, once = 0.0, float("inf"), 0.0
+        for side, mode in enumerate((policy.attention, policy.ffn)):
+            for kind in (0, 1):
+                op = of.layers[kind].attention if side == 0 else of.layers[kind].ffn
+                layers, each = float(counts[side, kind, index]), op.kept if mode == "full" else op.saved
+                kept, once = kept + layers * each, once + layers
+                least = min(least, each) if layers else least
+        # A planner may know how many layers its order makes a worker hold at once.
+        at_once = float(layout.options.get(f"in_flight_{layout.placement.workers[index].name}", once))
+        if at_once > once > 0.0:
+            kept += (at_once - once) * least
         most = max(most, fixed.total_gib + kept / GIB)
     return most
 
