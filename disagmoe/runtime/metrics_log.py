@@ -117,10 +117,11 @@ class Screen:
 
     WIDTH = 24
 
-    def __init__(self, first: int, steps: int, every: int, stream: TextIO = sys.stdout) -> None:
-        self._first, self._steps, self._every, self._stream = first, steps, every, stream
+    def __init__(self, first: int, steps: int, every: int, stream: TextIO | None = None) -> None:
+        self._first, self._steps, self._every = first, steps, every
+        self._stream = sys.stdout if stream is None else stream
         self._begin_s = time.monotonic()
-        self._live = stream.isatty()
+        self._live = self._stream.isatty()
 
     def write(self, metrics: StepMetrics) -> None:
         done = metrics.step + 1

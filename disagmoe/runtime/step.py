@@ -18,7 +18,7 @@ from torch import Tensor
 
 from disagmoe.model import Blueprint, LossReport, LossWeights, Piece
 from disagmoe.model.head import CHUNK_TOKENS
-from disagmoe.ops import Kind, Op
+from disagmoe.ops import COMM_KINDS, COMPUTE_STREAMS, Kind, Op
 from disagmoe.plan.dependencies import build_graph
 from disagmoe.plan.plan import Plan
 from disagmoe.plan.verify import verify
@@ -39,6 +39,7 @@ from disagmoe.runtime.site import Site
 from disagmoe.runtime.sync_ops import SyncOps
 from disagmoe.runtime.tally import Sums, Tally
 from disagmoe.runtime.transfer_ops import TransferOps
+from disagmoe.runtime.transport import TRANSPORTS
 from disagmoe.runtime.wiring import Exchanges
 from disagmoe.specs import ModelSpec
 
@@ -80,6 +81,8 @@ class RunOptions:
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision {self.precision!r} is unknown; allowed: {', '.join(PRECISIONS)}")
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"unknown transport {self.transport!r}; known: {', '.join(TRANSPORTS)}")
 
 
 @dataclass(frozen=True)
@@ -211,6 +214,8 @@ class _StepOps:
 
     def perform(self, task: Task) -> float | None:
         kind = task.op.kind
+        if task.stream in COMPUTE_STREAMS and kind in COMM_KINDS:
+            return None  # a wait: what the executor waits for before any task is all of it
         if kind in self._compute:
             with self._site.computing():
                 return self._compute[kind](task.op)

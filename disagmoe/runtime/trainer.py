@@ -52,7 +52,8 @@ class Course:
 
     def __post_init__(self) -> None:
         for label, value, least in (
-            ("steps", self.steps, 1), ("save_every", self.save_every, 0), ("show_every", self.show_every, 1)
+            ("steps", self.steps, 1), ("save_every", self.save_every, 0), ("keep", self.keep, 1),
+            ("log_every", self.show_every, 1),
         ):  # fmt: skip
             if value < least:
                 raise ValueError(f"{label}={value}: must be at least {least}")

@@ -18,6 +18,8 @@ from disagmoe.plan.plan import Batch, Layout, Placement, Plan, Worker
 from disagmoe.plan.program import COLUMNS, Program
 from disagmoe.specs import ModelSpec
 
+MERGES = ("none", "rank", "node")
+
 
 @dataclass(frozen=True)
 class RingShape:
@@ -61,6 +63,10 @@ def ring_plan(
         raise ValueError(
             f"n={shape.n} expert ranks for the {model.experts} experts of {model.name}: each rank needs at least one"
         )
+    if merge not in MERGES:
+        raise ValueError(f"unknown merge {merge!r}; known: {', '.join(MERGES)}")
+    if model.tied and head == "spread" and p > 1:
+        raise ValueError("an output matrix tied to the embedding cannot be spread over several workers (head=spread)")
     program = af_pipe_program(
         p=p,
         layers=model.layers,

@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from disagmoe.model import LossWeights
 from disagmoe.plan.plan import Plan
 from disagmoe.plan.verify import verify
@@ -44,6 +46,7 @@ class Prepared:
 
 def prepare(config: TrainConfig) -> Prepared:
     """Check a configuration as a whole. Raises ValueError in one line."""
+    _check_device(config.device)
     spec = config.spec
     cut = Cut(config.batch, config.seq, config.shape.dp, config.microbatches)
     plan = ring_plan(
@@ -96,6 +99,13 @@ def prepare(config: TrainConfig) -> Prepared:
         token_type=config.token_type,
     )
     return Prepared(config, spec, plan, cut, options, course, source)
+
+
+def _check_device(name: str) -> None:
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"device {name!r} is unknown; allowed: cpu, cuda")
+    if name == "cuda" and not torch.cuda.device_count():  # does not initialise CUDA, so ranks can still be forked
+        raise ValueError("device=cuda, but torch finds no CUDA device here; device=cpu runs without one")
 
 
 def train_rank(context: Context, prepared: Prepared) -> list[StepMetrics]:
