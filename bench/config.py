@@ -32,6 +32,7 @@ from disagmoe.specs import (
     parse_size,
 )
 from disagmoe.specs import fields as read
+from disagmoe.specs.workload import OPTIMIZERS
 
 VIEWS: Mapping[str, tuple[str, ...]] = {
     "native": ("native",),
@@ -40,7 +41,7 @@ VIEWS: Mapping[str, tuple[str, ...]] = {
 }
 BACKENDS = ("simulate",)
 IMPLEMENTATIONS = ("equivalent",)
-DEPTHS = ("full",)
+DEPTHS = ("full", "common")
 ARTIFACTS = ("all", "tables", "auto")
 PLANS_FROM = ("default_batch",)
 MODEL_FROM_FILE = "hf"
@@ -49,7 +50,7 @@ FROM_FILE = "file"
 """Option of the groups `cluster` and `calibration` that holds a path."""
 MAX_TAG = 200
 SETTINGS = (
-    *("model", "cluster", "calibration", "seq", "batch", "micro_batch", "skew", "stragglers"),
+    *("model", "cluster", "calibration", "seq", "batch", "micro_batch", "skew", "stragglers", "optimizer"),
     *("systems", "system", "transport", "uniform_transport", "merge", "contention_scale", "ep", "depth", "budget"),
     *("plans_from", "study", "backend", "impl", "artifacts", "gantt_window", "gantt_workers"),
     *("results_dir", "force", "debug", "tag"),
@@ -121,6 +122,10 @@ def resolve(values: Options, choices: Mapping[str, str | None], *, sweep: bool =
     artifacts = _one_of("artifacts", values["artifacts"], ARTIFACTS)
     if artifacts == "auto":
         artifacts = "tables" if sweep else "all"
+    ep = None if values["ep"] == "auto" else _positive("ep", values["ep"], "or auto")
+    depth = _one_of("depth", values["depth"], DEPTHS)
+    if depth == "common":
+        model = _at_common_depth(model, cluster, calibration, ep, workload.optimizer)
     study = None if values["study"] is None else study_from_mapping(values["study"], model)
     files = [model_file, cluster_file, calibration_file]
     files += [read.shipped("model").get(other.name) for other in study.models[1:]] if study else []
@@ -136,8 +141,8 @@ def resolve(values: Options, choices: Mapping[str, str | None], *, sweep: bool =
         merge=_or_none("merge", values["merge"], MERGES),
         systems=systems,
         system_options=_system_options(values["system"], systems),
-        ep=None if values["ep"] == "auto" else _positive("ep", values["ep"], "or auto"),
-        depth=_one_of("depth", values["depth"], DEPTHS, "in this version"),
+        ep=ep,
+        depth=depth,
         backend=_one_of("backend", values["backend"], BACKENDS, "in this version"),
         impl=_one_of("impl", values["impl"], IMPLEMENTATIONS, "in this version"),
         budget=DEFAULT_BUDGET if values["budget"] is None else _positive("budget", values["budget"]),
@@ -153,6 +158,18 @@ def resolve(values: Options, choices: Mapping[str, str | None], *, sweep: bool =
         results_dir=Path(read.as_str(values["results_dir"], "results_dir")),
         warnings=(warning,) if warning else (),
     )
+
+
+def _at_common_depth(
+    model: ModelSpec, cluster: ClusterSpec, calibration: str, ep: int | None, optimizer: str
+) -> ModelSpec:
+    """The model cut to the layers that every shipped system fits."""
+    from bench.depth import common_depth  # plans and simulates, which most command lines do not need here
+
+    layers = common_depth(
+        model, cluster, load_calibration(calibration), ep, optimizer, say=lambda line: print(line, flush=True)
+    )
+    return model.with_layers(layers)
 
 
 def _check_settings(values: Options) -> None:
@@ -250,6 +267,7 @@ def _workload(values: Options) -> Workload:
         micro_batch=None if micro_batch is None else _positive("micro_batch", micro_batch),
         skew=read.as_float(values["skew"], "skew"),
         stragglers=tuple(stragglers),
+        optimizer=_one_of("optimizer", values["optimizer"], OPTIMIZERS),
     )
 
 

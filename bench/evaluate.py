@@ -8,7 +8,7 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,9 @@ import numpy as np
 from baselines.registry import REFERENCE, get_system
 from bench import plan_cache
 from bench.config import RunConfig
-from bench.replay import KEPT, from_default_batch
+from bench.replay import KEPT, from_default_batch, replayed
 from bench.simulated import Simulated
+from bench.transports import MERGE_OF_TRANSPORT
 from disagmoe.allocator import Tuned
 from disagmoe.cost.calibration import load_calibration
 from disagmoe.cost.flops import train_flops_per_token
@@ -29,14 +30,15 @@ from disagmoe.plan.pricing import Pricing
 from disagmoe.plan.verify import verify
 from disagmoe.specs import default_global_batch
 from disagmoe.specs.devices import device
-from disagmoe.system import Problem, Variant, variants_of
+from disagmoe.system import Candidate, Problem, Variant, variants_of
 from disagmoe.timeline.metrics import summarize, worker_metrics
 from disagmoe.timeline.timeline import Timeline
 
 OWN_SYSTEM = "disagmoe"
-MERGE_OF_TRANSPORT = {"nccl": "none", "deepep": "node", "m2n_rdma": "node"}
 
 Row = dict[str, Any]
+Known = Mapping[str, Sequence[Candidate]]
+"""Candidates of a system by label of the row."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def evaluate(config: RunConfig, progress: Progress | None = None) -> Evaluation:
                 outcomes.append(outcome)
         _compare(rows[start:])
         views[view] = _describe_view(rows[start:])
-    return Evaluation(rows, outcomes, _notes(config), views)
+    return Evaluation(rows, outcomes, [*_notes(config), *_hints(config, rows)], views)
 
 
 def cost_model(config: RunConfig) -> CostModel:
@@ -91,14 +93,23 @@ def cost_model(config: RunConfig) -> CostModel:
 
 
 def run_system(
-    config: RunConfig, costs: CostModel, name: str, view: str, progress: Progress | None = None
+    config: RunConfig,
+    costs: CostModel,
+    name: str,
+    view: str,
+    progress: Progress | None = None,
+    known: Known | None = None,
 ) -> Iterator[tuple[Row, Outcome]]:
-    """The rows of one system in one view, not yet compared with any other."""
+    """The rows of one system in one view, not yet compared with any other.
+
+    With `known`, candidates by label of the row, nothing else is tried.
+    """
     report = progress or (lambda text: None)
     system = get_system(name, **config.system_options.get(name, {}))
     for form in variants_of(system, view):
         report(f"{view}: {name} ({form.label})" if form.label else f"{view}: {name}")
-        yield _run(form, problem_of(config, costs, form, view), config, view, report)
+        candidates = None if known is None else known.get(form.label, ())
+        yield _run(form, problem_of(config, costs, form, view), config, view, report, candidates)
 
 
 def _with_reference(systems: tuple[str, ...]) -> tuple[str, ...]:
@@ -113,7 +124,14 @@ def problem_of(config: RunConfig, costs: CostModel, form: Variant, view: str) ->
     return Problem(config.model, config.cluster, config.workload, costs, transport, merge, config.ep)
 
 
-def _run(form: Variant, problem: Problem, config: RunConfig, view: str, report: Progress) -> tuple[Row, Outcome]:
+def _run(
+    form: Variant,
+    problem: Problem,
+    config: RunConfig,
+    view: str,
+    report: Progress,
+    known: Sequence[Candidate] | None = None,
+) -> tuple[Row, Outcome]:
     system = form.system
     contention = problem.costs.contention(problem.transport)
     row: Row = {
@@ -140,10 +158,12 @@ def _run(form: Variant, problem: Problem, config: RunConfig, view: str, report: 
         )
 
     try:
-        if config.plans_from is None:
-            tuned = search(problem)
+        if known is not None:
+            tuned = replayed(system, problem, known)
+        elif config.plans_from is not None:
+            tuned = from_default_batch(system, problem, search)
         else:
-            tuned = from_default_batch(system, problem, Simulated(problem).step, search)
+            tuned = search(problem)
         row.update(status=tuned.status, reason=tuned.reason, peak_memory_gib=tuned.needed_gib)
         if tuned.plan is None:
             return row, Outcome(None, None, tuned)
@@ -154,10 +174,21 @@ def _run(form: Variant, problem: Problem, config: RunConfig, view: str, report: 
         row.update(_measures(problem, tuned.plan, pricing, timeline), peak_memory_gib=memory.peak_gib)
         return row, Outcome(tuned.plan.layout, timeline, tuned, memory)
     except Exception as error:  # one broken system must not take the others' rows with it
+        if _interrupted(error):
+            raise KeyboardInterrupt from error
         if config.debug:
             raise
         row.update(status="failed", reason=f"{type(error).__name__}: {error}")
         return row, Outcome(None, None)
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind an error: inside compiled code Python wraps it in a SystemError."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 MEASURES = (
@@ -252,6 +283,17 @@ def _describe_view(rows: list[Row]) -> dict[str, Any]:
         },
         "contention": {row["transport"]: row["contention"] for row in rows},
     }
+
+
+def _hints(config: RunConfig, rows: list[Row]) -> list[str]:
+    """What to ask for where the reference does not fit, since nothing can be compared with it then."""
+    if all(row["status"] != "oom" for row in rows if row["system"] == REFERENCE):
+        return []
+    lighter = "" if config.workload.optimizer == "precision_aware" else " or optimizer=precision_aware"
+    depth = (
+        "" if config.depth == "common" else "; depth=common compares all systems at the depth that each of them fits"
+    )
+    return [f"{REFERENCE} is out of memory, so speed-ups are missing: try a shorter sequence{lighter}{depth}"]
 
 
 def _notes(config: RunConfig) -> list[str]:

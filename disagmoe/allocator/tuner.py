@@ -102,9 +102,10 @@ def tune(
 
 
 def _nothing_fits(problem: Problem, trials: tuple[Trial, ...]) -> Tuned:
-    needs = [t.needed_gib for t in trials if t.needed_gib is not None]
+    needs = [t.needed_gib for t in trials if t.outcome == "memory" and t.needed_gib is not None]
     if not needs:
-        reason = trials[0].reason if trials else "no candidate in the search space of this system"
+        refused = [t.reason for t in trials if t.reason]
+        reason = refused[0] if refused else "no candidate in the search space of this system"
         return Tuned("not_applicable", reason, None, None, None, None, trials)
     limit = problem.cluster.limit_gib
     reason = f"needs {min(needs):.1f} GiB per GPU at least; {limit:.1f} GiB available"

@@ -112,7 +112,7 @@ def memory_report(
     workload: Workload,
     *,
     recompute: Recompute | None = None,
-    optimizer: str | Recipe = "megatron",
+    optimizer: str | Recipe | None = None,
     loss_chunk: int | None = LOSS_CHUNK_TOKENS,
     start_s: FloatArray | None = None,
     end_s: FloatArray | None = None,
@@ -120,13 +120,13 @@ def memory_report(
     """What one GPU of every worker holds while this Program runs.
 
     `recompute` defaults to the Layout's options. `optimizer` names a recipe of
-    RECIPES. `loss_chunk` are the tokens whose logits exist at once (None: all).
+    RECIPES (default: the workload's). `loss_chunk` are the tokens whose logits exist at once (None: all).
     `start_s` and `end_s` [rows] place every buffer in time (a Timeline's); without
     them the order of the compute streams does.
     """
     policy = Recompute.of(layout.options) if recompute is None else recompute
     _check_policy(layout, program, policy)
-    recipe = _recipe(optimizer)
+    recipe = _recipe(workload.optimizer if optimizer is None else optimizer)
     fixed = static_memory(layout, model, program, recipe)
     moe = [model.is_moe(layer) for layer in range(model.layers)]
     frames = in_frames(layout, program)
@@ -154,14 +154,14 @@ def peak_gib(
     model: ModelSpec,
     workload: Workload,
     *,
-    optimizer: str | Recipe = "megatron",
+    optimizer: str | Recipe | None = None,
 ) -> float:
     """Peak of the fullest GPU, by the order of the Program. Linear in rows, a few milliseconds."""
     return memory_report(layout, program, model, workload, optimizer=optimizer).peak_gib
 
 
 def lower_bound_gib(
-    layout: Layout, model: ModelSpec, workload: Workload, *, optimizer: str | Recipe = "megatron"
+    layout: Layout, model: ModelSpec, workload: Workload, *, optimizer: str | Recipe | None = None
 ) -> float:
     """What no Program of this Layout can go below: static memory and what must be in flight.
 
@@ -171,7 +171,7 @@ def lower_bound_gib(
     that its order makes this worker of its own (one side of a layer) hold at once.
     """
     policy = Recompute.of(layout.options)
-    static = static_memory(layout, model, recipe=_recipe(optimizer))
+    static = static_memory(layout, model, recipe=_recipe(workload.optimizer if optimizer is None else optimizer))
     nbytes = worker_bytes(layout, model, workload, policy, frames=False)
     holds = held(layout, model)
     moe = np.array([model.is_moe(layer) for layer in range(model.layers)])

@@ -59,6 +59,10 @@ def default_global_batch(seq: int) -> int:
     return -(-sequences // BATCH_MULTIPLE) * BATCH_MULTIPLE
 
 
+OPTIMIZERS = ("megatron", "precision_aware")
+"""Recipes of what is kept per parameter: Megatron-Core's default, and the lighter one (disagmoe/plan/memory.py)."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """One training step.
@@ -66,7 +70,7 @@ class Workload:
     `seq` is tokens per sequence, `global_batch` sequences per step,
     `micro_batch` sequences per attention rank (None: left to tuning). `skew` is
     the ratio of the busiest expert rank's load to the mean. `stragglers` holds
-    (worker index, slowdown factor >= 1).
+    (worker index, slowdown factor >= 1). `optimizer` is one of OPTIMIZERS.
     """
 
     seq: int
@@ -74,8 +78,11 @@ class Workload:
     micro_batch: int | None = None
     skew: float = 1.0
     stragglers: tuple[tuple[int, float], ...] = ()
+    optimizer: str = "megatron"
 
     def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer={self.optimizer}: allowed: {', '.join(OPTIMIZERS)}")
         for key in ("seq", "global_batch", "micro_batch"):
             value = getattr(self, key)
             if (value is not None or key != "micro_batch") and as_int(value, f"workload: {key}") <= 0:

@@ -114,7 +114,7 @@ def test_a_length_beyond_the_model_warns() -> None:
         ({"merge": "gpu"}, ("merge=gpu", "none, rank, node")),
         ({"ep": 0}, ("ep=0", "auto")),
         ({"ep": "many"}, ("ep=many", "auto")),
-        ({"depth": "common"}, ("depth=common", "full")),
+        ({"depth": "half"}, ("depth=half", "full, common")),
         ({"backend": "measure"}, ("backend=measure", "in this version: simulate")),
         ({"impl": "native"}, ("impl=native", "in this version: equivalent")),
         ({"budget": 0}, ("budget=0",)),

@@ -51,7 +51,7 @@ def test_laptop_is_one_node_of_eight() -> None:
     laptop = load_cluster("laptop")
     assert (laptop.gpus, laptop.nodes, laptop.nics, laptop.calibration) == (8, 1, 1, "laptop")
     assert laptop.nic_gbs_per_gpu() == 1.0
-    assert 0 < laptop.limit_gib < 4
+    assert 4 < laptop.limit_gib < 16
     assert "laptop" in cluster_names()
 
 

@@ -1,0 +1,101 @@
+"""`depth=common`: the most layers of a model at which every shipped system fits, at every length from 4K to 32K.
+
+Computed once per model, cluster and calibration, whatever systems and length are
+asked for, so that tables at a common depth can be held beside each other. Systems
+that cannot run on the cluster at all do not count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+from baselines.registry import SHIPPED, get_system
+from bench.identity import ROOT, canonical, source_digest
+from bench.simulated import Simulated
+from bench.transports import MERGE_OF_TRANSPORT
+from disagmoe.allocator.fitting import fits
+from disagmoe.cost.calibration import Calibration
+from disagmoe.cost.model import CostModel
+from disagmoe.specs import ClusterSpec, ModelSpec, Workload, default_global_batch
+from disagmoe.system import Problem, System
+
+SEQUENCES = (32768, 16384, 8192, 4096)
+"""Lengths that must fit; the longest first, as it refuses most."""
+CACHE = ROOT / ".cache" / "depth"
+
+
+def common_depth(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    calibration: Calibration,
+    ep: int | None,
+    optimizer: str = "megatron",
+    *,
+    cache: Path | None = CACHE,
+    say: Callable[[str], None] | None = None,
+) -> int:
+    """The common depth in layers. Raises ValueError where not even two layers fit."""
+    question = canonical([model, cluster, calibration, ep, optimizer, source_digest(ROOT)])
+    kept = None if cache is None else cache / hashlib.sha256(question.encode()).hexdigest()[:24]
+    if kept is not None and kept.is_file():
+        return int(kept.read_text())
+    if say is not None:
+        say(f"depth=common: finding how many layers of {model.name} every system fits on {cluster.name}")
+    depth = model.layers
+    for name in SHIPPED:
+        depth = _deepest(get_system(name), model, cluster, calibration, ep, depth, optimizer)
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(str(depth))
+    return depth
+
+
+def _deepest(
+    system: System,
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    calibration: Calibration,
+    ep: int | None,
+    most: int,
+    optimizer: str = "megatron",
+) -> int:
+    """The largest depth up to `most` at which one system fits everywhere, by bisection."""
+
+    def everywhere(layers: int) -> bool:
+        return all(
+            fit is None or fit
+            for fit in (
+                _fits(system, model.with_layers(layers), cluster, calibration, ep, seq, optimizer) for seq in SEQUENCES
+            )
+        )
+
+    if everywhere(most):
+        return most
+    fine, too_many = 0, most
+    while too_many - fine > 1:
+        middle = (fine + too_many) // 2
+        if everywhere(middle):
+            fine = middle
+        else:
+            too_many = middle
+    if fine == 0:
+        raise ValueError(f"depth=common: not even one layer of {model.name} fits {cluster.name} with {system.name}")
+    return fine
+
+
+def _fits(
+    system: System,
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    calibration: Calibration,
+    ep: int | None,
+    seq: int,
+    optimizer: str,
+) -> bool | None:
+    workload = Workload(seq=seq, global_batch=default_global_batch(seq), optimizer=optimizer)
+    costs = CostModel(model, cluster, calibration, workload)
+    transport = system.native_transport
+    problem = Problem(model, cluster, workload, costs, transport, MERGE_OF_TRANSPORT[transport], ep)
+    return fits(system, problem, Simulated(problem).peak)
