@@ -68,12 +68,12 @@ def _contended_s(prices: LayoutCosts, experts: float, exchange: float, compute: 
 def layer_s(prices: LayoutCosts, layer: int, phase: Phase) -> float:
     """Least time of one layer of one micro-batch with nothing beside it, in phase F or B.
 
-    What is fully recomputed counts with B; it can hide all of the exchange.
+    What is fully recomputed counts with B.
     """
     exposed = exposed_s(prices, layer, phase)
     compute = prices.op(Kind.ATTN, phase, layer).seconds + experts_s(prices, layer, phase)
     redone = _redone_s(prices, layer) if phase is Phase.B else 0.0
-    return compute + max(exposed, redone)
+    return compute + exposed + redone
 
 
 def layer_times_s(prices: LayoutCosts) -> dict[int, dict[Phase, float]]:
@@ -82,13 +82,13 @@ def layer_times_s(prices: LayoutCosts) -> dict[int, dict[Phase, float]]:
 
 
 def _redone_s(prices: LayoutCosts, layer: int) -> float:
-    """Compute of one layer that runs again before its backward."""
+    """What of one layer runs again before its backward: compute, and the exchange its experts leave uncovered."""
     again, layout = prices.recompute.repeated(disaggregated=False), prices.layout
     attention = prices.op(Kind.ATTN, Phase.R, layer).seconds if Kind.ATTN in again else 0.0
     if Kind.FFN not in again:
         return attention
     if Kind.DISPATCH in again:
-        return attention + experts_s(prices, layer, Phase.F)
+        return attention + experts_s(prices, layer, Phase.F) + exposed_s(prices, layer, Phase.F)
     parts = layout.chunks if layout.tiles is None and prices.model.is_moe(layer) else 1
     return attention + prices.op(Kind.FFN, Phase.R, layer, -1).seconds * parts
 

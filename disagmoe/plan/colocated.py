@@ -2,10 +2,14 @@
 
 Worker r is pipeline rank r; virtual stage s = chunk * p + r holds a contiguous
 run of layers. Nothing of the expert-parallel exchange is hidden behind another
-micro-batch: this is Megatron-LM's interleaved 1F1B without EP overlap, and, with
-`chunks` > 1, Tutel's overlap of the exchange with the experts of the same layer
-(https://github.com/microsoft/Tutel, tutel/impls/overlap.py: all scatters are
-enqueued before the first gather; the backward is the mirror, last chunk first).
+micro-batch or layer: an exchange starts after the compute before it, and what runs
+after a layer starts after the layer's exchange, as the host issues layer after layer
+and waits for each collective. Data says so inside a stage; at its ends, and around
+recompute, waits on the compute stream do. This is Megatron-LM's interleaved 1F1B
+without EP overlap, and, with `chunks` > 1, Tutel's overlap of the exchange with the
+experts of the same layer (https://github.com/microsoft/Tutel, tutel/impls/overlap.py:
+all scatters are enqueued before the first gather; the backward is the mirror, last
+chunk first).
 """
 
 from __future__ import annotations
@@ -104,7 +108,10 @@ def _forward(s: int, p: int, stages: int, layers: Sequence[int], moe: Sequence[b
         cells += block(layer, Phase.F) if moe[layer] else [Cell(Stream.COMPUTE, Kind.FFN, Phase.F, layer)]
     if s == stages - 1:
         cells.append(Cell(Stream.COMPUTE, Kind.HEAD, Phase.F, -1))
-    elif p > 1:
+        return cells
+    if moe[layers[-1]]:  # what runs next on this worker needs nothing of this micro-batch
+        cells.append(_wait([c for c in cells if c.stream == Stream.COLL][-1]))
+    if p > 1:
         cells.append(Cell(Stream.SEND, Kind.P2P, Phase.F, layers[-1], peer=(s + 1) % p))
     return cells
 
@@ -124,8 +131,13 @@ def _backward(
     elif p > 1:
         cells.append(Cell(Stream.RECV_B, Kind.P2P, Phase.B, layers[-1], peer=(s + 1) % p))
     for layer in reversed(layers):
-        cells += _again(layer, block(layer, Phase.F) if moe[layer] else [], recompute)
-        cells += block(layer, Phase.B) if moe[layer] else [Cell(Stream.COMPUTE, Kind.FFN, Phase.B, layer)]
+        again = _again(layer, block(layer, Phase.F) if moe[layer] else [], recompute)
+        experts = block(layer, Phase.B) if moe[layer] else [Cell(Stream.COMPUTE, Kind.FFN, Phase.B, layer)]
+        # A repeat, what follows it, and the gradient that comes into the stage are bound by no data to the compute
+        # before them; all other gradients come from the layer behind or from the head.
+        bound = not again and bool(cells) and cells[-1].stream == Stream.COMPUTE
+        cells += again if Kind.ATTN in recompute else _after_compute(again)
+        cells += experts if bound else _after_compute(experts)
         cells.append(Cell(Stream.COMPUTE, Kind.ATTN, Phase.B, layer))
     if s == 0:
         cells.append(Cell(Stream.COMPUTE, Kind.EMBED, Phase.B, -1))
@@ -139,6 +151,17 @@ def _again(layer: int, experts: list[Cell], recompute: Collection[Kind]) -> list
     forward = [Cell(Stream.COMPUTE, Kind.ATTN, Phase.F, layer)]
     forward += experts or [Cell(Stream.COMPUTE, Kind.FFN, Phase.F, layer)]
     return [cell._replace(phase=Phase.R) for cell in forward if cell.kind in recompute]
+
+
+def _wait(exchange: Cell) -> Cell:
+    """The compute stream waits for this exchange, and the exchange for the compute before the wait."""
+    return exchange._replace(stream=Stream.COMPUTE)
+
+
+def _after_compute(cells: list[Cell]) -> list[Cell]:
+    """The rows of one layer, its first exchange no earlier than the end of the compute before them."""
+    first = next((c for c in cells if c.stream == Stream.COLL), None)
+    return cells if first is None else [_wait(first), *cells]
 
 
 def _chunked(layer: int, phase: Phase, order: range) -> list[Cell]:

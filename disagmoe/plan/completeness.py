@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagmoe.ops import COMPUTE_KINDS, KIND_LETTER, RECV_STREAMS, Kind, Op, Phase
-from disagmoe.plan.dependencies import PlanError, is_p2p_wait, stream_mask
+from disagmoe.plan.dependencies import PlanError, is_wait, stream_mask
 from disagmoe.plan.edges import BoolArray, LongArray, pack_key
 from disagmoe.plan.program import Program
 from disagmoe.plan.text import op_token, row_token
@@ -61,9 +61,9 @@ def check_complete(program: Program) -> None:
 
 
 def _work_rows(program: Program) -> NDArray[np.intp]:
-    """Rows of micro-batches, a transfer counted at its sender and not where one waits for it."""
+    """Rows of micro-batches, a transfer counted at its sender and no row where one waits."""
     is_recv = stream_mask(program, frozenset(RECV_STREAMS))
-    return np.flatnonzero(~is_recv & ~is_p2p_wait(program) & ~np.isin(program.kind, _STEP_KINDS))
+    return np.flatnonzero(~is_recv & ~is_wait(program) & ~np.isin(program.kind, _STEP_KINDS))
 
 
 def _check_slots(program: Program) -> None:

@@ -24,9 +24,10 @@ kind, phase, layer, micro-batch and chunk. This module decides the rules.
 - A stage-level pair is one unit: what either of its two rows waits for, the first
   waits for. The first carries the duration of the pair, the second has none and
   follows on the same stream, so the results of both are there at the unit's end.
-- A P2P on a compute stream is no transfer but where its worker waits for one.
-  Consecutive ones are one batch (batch_isend_irecv and wait): the transfers start
-  after the compute before the batch, the compute behind it after all of them.
+- A P2P, DISPATCH or COMBINE on a compute stream is no transfer but where its worker
+  waits for one. Consecutive ones are one batch (batch_isend_irecv and wait): the
+  transfers start after the compute before the batch, the compute behind it after
+  all of them.
 - A forward waits for the backward whose place in memory it takes, where the Program
   bounds what is in flight (`admission.py`).
 
@@ -57,6 +58,7 @@ _CHAIN = np.array([kind not in (Kind.GRAD_SYNC, Kind.OPTIM) for kind in Kind])
 _COMPUTE = np.array([kind in COMPUTE_KINDS and kind != Kind.OPTIM for kind in Kind])
 # Neighbours of which one is a communication: the recomputes that pass data to each other.
 _RECOMPUTE_LINKS = ((Kind.ATTN, Kind.DISPATCH), (Kind.DISPATCH, Kind.FFN), (Kind.FFN, Kind.COMBINE))
+_AWAITED = (int(Kind.P2P), int(Kind.DISPATCH), int(Kind.COMBINE))
 _NO_PHASE = -1  # of a node that only waits: no rule about phases applies to it
 
 
@@ -112,13 +114,13 @@ def build_graph(program: Program) -> Graph:
     node, first_row, second_row = _nodes(program)
     columns = ("kind", "phase", "layer", "microbatch", "chunk", "replica", "worker")
     ops = _Ops(*(getattr(program, name)[first_row].astype(np.int64) for name in columns))
-    waits = np.flatnonzero(is_p2p_wait(program))
+    waits = np.flatnonzero(is_wait(program))
     ops.phase[node[waits]] = _NO_PHASE
     of_head, edges = spread_head_edges(program, first_row)
     edges += [_chain_edges(ops, ~of_head), *_recompute_edges(ops), _weight_edges(ops), *_step_end_edges(ops)]
     edges.append(_admission_edges(program, node))
     if waits.size:
-        edges += _p2p_wait_edges(program, waits, node, second_row)
+        edges += _wait_edges(program, waits, node, second_row)
     n = first_row.shape[0]
     src, dst = (np.concatenate([e[side] for e in edges]) for side in (0, 1))
     dst = _stage_units(program, node, n)[dst] if (program.pair >= 0).any() else dst
@@ -147,9 +149,9 @@ def stream_mask(program: Program, streams: frozenset[int]) -> BoolArray:
     return np.isin(program.stream, sorted(int(s) for s in streams))
 
 
-def is_p2p_wait(program: Program) -> BoolArray:
-    """Rows at which compute waits for a pipeline transfer."""
-    mask: BoolArray = (program.kind == int(Kind.P2P)) & stream_mask(program, frozenset(COMPUTE_STREAMS))
+def is_wait(program: Program) -> BoolArray:
+    """Rows at which compute waits for a pipeline transfer or an exchange."""
+    mask: BoolArray = np.isin(program.kind, _AWAITED) & stream_mask(program, frozenset(COMPUTE_STREAMS))
     return mask
 
 
@@ -205,12 +207,11 @@ def _stage_units(program: Program, node: IntArray, n_nodes: int) -> LongArray:
     return unit
 
 
-def _p2p_wait_edges(program: Program, waits: NDArray[np.intp], node: IntArray, second_row: IntArray) -> list[Edges]:
+def _wait_edges(program: Program, waits: NDArray[np.intp], node: IntArray, second_row: IntArray) -> list[Edges]:
     """Transfers after the compute before their batch, and waits after their transfers, on both ends."""
-    columns = ("phase", "layer", "microbatch", "chunk", "replica")
-    key = pack_key(*(getattr(program, name) for name in columns), program.worker)
-    on_stream = stream_mask(program, frozenset(SEND_STREAMS | RECV_STREAMS))
-    ends = np.flatnonzero(on_stream & (program.kind == int(Kind.P2P)))
+    columns = ("kind", "phase", "layer", "microbatch", "chunk", "replica", "worker")
+    key = pack_key(*(getattr(program, name) for name in columns))
+    ends = np.flatnonzero(np.isin(program.kind, _AWAITED) & ~is_wait(program))
     lost = ~np.isin(key[waits], key[ends])
     if lost.any():
         row = int(waits[lost.argmax()])
@@ -219,7 +220,7 @@ def _p2p_wait_edges(program: Program, waits: NDArray[np.intp], node: IntArray, s
         )
     transfer, waiting = join(ends, key[ends], waits, key[waits])
     # The last row before each wait that is no wait, if it is on the same stream.
-    at = np.where(is_p2p_wait(program), -1, np.arange(len(program)))
+    at = np.where(is_wait(program), -1, np.arange(len(program)))
     before = np.maximum.accumulate(at)[waiting]
     stream = pack_key(program.worker, program.stream)
     known = (before >= 0) & (stream[before] == stream[waiting])

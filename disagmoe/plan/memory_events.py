@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from disagmoe.ops import COMPUTE_STREAMS, RECV_STREAMS, SEND_STREAMS, Kind, Phase, Stream
+from disagmoe.ops import RECV_STREAMS, SEND_STREAMS, Kind, Phase, Stream
 from disagmoe.plan.memory_tables import COMM, EXCHANGE, INSIDE, WORKING, Tables, base, ops_of
 from disagmoe.plan.program import Program
 
@@ -117,12 +117,11 @@ def in_time(program: Program, tables: Tables) -> tuple[FloatArray, FloatArray]:
     """Bytes at the start and at the end of every row, [components, rows]."""
     ops = ops_of(program, np.arange(len(program)), tables)
     begin, end = base(ops, tables)
-    waits = np.isin(program.stream, sorted(int(s) for s in COMPUTE_STREAMS)) & (program.kind == int(Kind.P2P))
     streams = {
         "send": SEND_STREAMS | INSIDE,
         "recv": RECV_STREAMS | INSIDE,
     }
-    goes, comes = (np.isin(program.stream, sorted(int(s) for s in streams[side])) & ~waits for side in streams)
+    goes, comes = (np.isin(program.stream, sorted(int(s) for s in streams[side])) for side in streams)
     own = goes & comes
     D, C, P = COMM
     start, stop = begin[EXCHANGE], end[EXCHANGE]

@@ -19,7 +19,7 @@ from disagmoe.cost.model import CostModel
 from disagmoe.cost.network import Transfer
 from disagmoe.cost.recompute import Recompute
 from disagmoe.ops import COMM_KINDS, SEND_STREAMS, Kind, Phase, Stream
-from disagmoe.plan.dependencies import is_p2p_wait
+from disagmoe.plan.dependencies import is_wait
 from disagmoe.plan.memory import GRADIENT_BYTES, WEIGHT_BYTES, Holding, holdings, local_experts
 from disagmoe.plan.plan import Layout, Worker
 from disagmoe.plan.program import Program
@@ -329,7 +329,7 @@ def price(layout: Layout, program: Program, costs: CostModel) -> Pricing:
     def column(values: list[float]) -> FloatArray:
         return np.asarray(values, dtype=np.float64)[inverse]
 
-    duration_s = np.where(is_p2p_wait(program), 0.0, column([t.seconds for t in table]))
+    duration_s = np.where(is_wait(program), 0.0, column([t.seconds for t in table]))
     comm = np.isin(program.kind, [int(k) for k in COMM_KINDS])
     duration_s = duration_s * np.where(comm, 1.0, _straggle(program, costs))
     sends = np.isin(program.stream, [int(s) for s in (*SEND_STREAMS, Stream.COLL, Stream.SYNC, Stream.NVLINK)])

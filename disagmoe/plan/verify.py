@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from disagmoe.ops import COMM_KINDS, COMPUTE_KINDS, COMPUTE_STREAMS, RECV_STREAMS, SEND_STREAMS, Kind, Phase, Stream
 from disagmoe.plan.completeness import check_complete, check_homes, check_recompute, check_step_end
 from disagmoe.plan.deadlock import find_deadlock
-from disagmoe.plan.dependencies import Graph, PlanError, build_graph, data_edges, is_p2p_wait, stream_mask
+from disagmoe.plan.dependencies import Graph, PlanError, build_graph, data_edges, is_wait, stream_mask
 from disagmoe.plan.edges import BoolArray, pack_key
 from disagmoe.plan.plan import Plan
 from disagmoe.plan.program import IntArray, Program
@@ -32,9 +32,10 @@ _TRANSFER_STREAMS = SEND_STREAMS | RECV_STREAMS
 _COLLECTIVES = frozenset({Stream.COLL, Stream.NVLINK})
 _STREAMS_OF: dict[Kind, frozenset[Stream]] = {
     **dict.fromkeys(COMPUTE_KINDS, frozenset(COMPUTE_STREAMS)),
-    Kind.DISPATCH: _TRANSFER_STREAMS | _COLLECTIVES,
-    Kind.COMBINE: _TRANSFER_STREAMS | _COLLECTIVES,
-    Kind.P2P: frozenset(_TRANSFER_STREAMS | COMPUTE_STREAMS),  # on a compute stream: where the worker waits for it
+    # On a compute stream: where the worker waits for it.
+    Kind.DISPATCH: frozenset(_TRANSFER_STREAMS | _COLLECTIVES | COMPUTE_STREAMS),
+    Kind.COMBINE: frozenset(_TRANSFER_STREAMS | _COLLECTIVES | COMPUTE_STREAMS),
+    Kind.P2P: frozenset(_TRANSFER_STREAMS | COMPUTE_STREAMS),
     Kind.GRAD_SYNC: _COLLECTIVES | {Stream.SYNC},
 }
 _PHASES_OF: dict[Kind, tuple[Phase, ...]] = {
@@ -153,7 +154,7 @@ def _check_streams(program: Program) -> None:
 
 def _check_once(program: Program) -> None:
     """No operation twice. Work of a micro-batch exists once anywhere, step work and waiting once per worker."""
-    is_recv, waits = stream_mask(program, frozenset(RECV_STREAMS)), is_p2p_wait(program)
+    is_recv, waits = stream_mask(program, frozenset(RECV_STREAMS)), is_wait(program)
     place = np.where((program.microbatch == -1) | waits, program.worker, -1)
     columns = (program.kind, program.phase, program.layer, program.microbatch, program.chunk, program.replica)
     key = pack_key(*columns, place, is_recv.astype(np.int32) + 2 * waits)
@@ -189,7 +190,7 @@ def _check_pairs(program: Program) -> None:
     """One forward and one backward of different micro-batches on one worker; a unit where stages are paired.
 
     In a layer-level Program a pair labels all operations of the forward and of
-    the backward (its weight gradients too) that run side by side.
+    the backward (its weight gradients and repeats too) that run side by side.
     """
     rows = np.flatnonzero(program.pair >= 0)
     if not rows.size:
@@ -200,7 +201,7 @@ def _check_pairs(program: Program) -> None:
     size = np.diff(np.append(start, rows.shape[0]))
     whole = program.kind[rows] == int(Kind.STAGE)
     forward, backward = phase == int(Phase.F), np.isin(phase, (Phase.B, Phase.I))
-    backward |= (phase == int(Phase.W)) & ~whole
+    backward |= np.isin(phase, (Phase.W, Phase.R)) & ~whole
     first_f, last_f = _range(program.microbatch[rows], forward, start)
     first_b, last_b = _range(program.microbatch[rows], backward, start)
     low, high = _range(program.worker[rows], forward | backward, start)
@@ -208,7 +209,10 @@ def _check_pairs(program: Program) -> None:
     adjacent = (size == 2) & (rows[start + size - 1] - rows[start] == 1)
     same_stream = np.equal(*_range(program.stream[rows], forward | backward, start))
     faults = (
-        (np.logical_or.reduceat(~(forward | backward), start), "has a phase other than F, B and I (or, of layers, W)"),
+        (
+            np.logical_or.reduceat(~(forward | backward), start),
+            "has a phase other than F, B and I (of layers: W, R)",
+        ),
         ((first_f != last_f) | (first_b != last_b), "is not one forward and one backward"),
         (first_f == first_b, "has its forward and its backward on the same micro-batch"),
         (low != high, "lies on several workers"),
@@ -232,7 +236,7 @@ def _check_places(program: Program, graph: Graph) -> None:
     Stage-level Programs leave the transfers out and are not asked.
     """
     row = graph.first_row
-    waits = is_p2p_wait(program)
+    waits = is_wait(program)
     chain = ~np.isin(program.kind[row], (Kind.GRAD_SYNC, Kind.OPTIM, Kind.STAGE)) & ~waits[row]
     chain &= np.isin(program.phase[row], (Phase.F, Phase.B, Phase.I))
     leaves = np.where(graph.second_row >= 0, program.peer[row], program.worker[row])

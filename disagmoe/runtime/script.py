@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from disagmoe.ops import Kind, Op, Phase, Stream
-from disagmoe.plan.dependencies import Graph, build_graph, data_edges
+from disagmoe.plan.dependencies import Graph, build_graph, data_edges, is_wait
 from disagmoe.plan.program import Program
 
 
@@ -77,7 +77,7 @@ def _needs(program: Program, worker: int, graph: Graph) -> dict[int, set[int]]:
 
 def _own_routes(program: Program, worker: int) -> list[tuple[int, int]]:
     """(row of an exchange's F, row of a later phase of it) for every exchange of the worker."""
-    exchanges = np.isin(program.kind, (Kind.DISPATCH, Kind.COMBINE)) & (program.worker == worker)
+    exchanges = np.isin(program.kind, (Kind.DISPATCH, Kind.COMBINE)) & (program.worker == worker) & ~is_wait(program)
     rows = np.flatnonzero(exchanges).tolist()
     forward = {program.op(row): row for row in rows if program.phase[row] == int(Phase.F)}
     later = ((row, program.op(row)) for row in rows if program.phase[row] != int(Phase.F))

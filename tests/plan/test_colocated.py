@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from disagmoe.ops import Kind, Op, Phase, Stream
 from disagmoe.plan.colocated import colocated_program
+from disagmoe.plan.dependencies import is_wait
 from disagmoe.plan.pricing import Pricing
 from disagmoe.plan.program import Program
 from disagmoe.plan.verify import verify
@@ -43,7 +44,8 @@ def step_s(built: Program, seconds: dict[tuple[Kind, Phase], float]) -> float:
     price = np.zeros((len(Kind), len(Phase)))
     for (kind, phase), value in seconds.items():
         price[kind, phase] = value
-    return simulate(built, Pricing.ideal(price[built.kind, built.phase])).step_s
+    seconds_of = np.where(is_wait(built), 0.0, price[built.kind, built.phase])
+    return simulate(built, Pricing.ideal(seconds_of)).step_s
 
 
 def test_streams_of_one_layer() -> None:
@@ -120,7 +122,60 @@ def test_every_operation_once_and_where_its_layer_lives(
     for kind, worker in ((Kind.EMBED, 0), (Kind.HEAD, p - 1)):
         wanted.update((worker, Op(kind, f, -1, b)) for f in (Phase.F, Phase.B) for b in range(m))
     step = (Kind.P2P, Kind.GRAD_SYNC, Kind.OPTIM)
-    assert Counter((r.worker, r.op) for r in built.rows() if r.op.kind not in step) == wanted
+    work = zip(built.rows(), ~is_wait(built), strict=True)
+    assert Counter((r.worker, r.op) for r, works in work if works and r.op.kind not in step) == wanted
+
+
+def test_waits_at_the_ends_of_a_stage_and_around_recompute() -> None:
+    """Two stages on one worker, two layers each: what no data binds to the compute before it waits for it."""
+    built = colocated_program(
+        p=1, v=2, m=1, group=None, stage_layers=[[0, 1], [2, 3]], moe=[True] * 4, recompute=(Kind.DISPATCH, Kind.FFN)
+    )
+    stage = colocated_program(p=1, v=2, m=1, group=None, stage_layers=[[0, 1], [2, 3]], moe=[True] * 4)
+    for program_, waits in (
+        (stage, ["COMBINEF 1.0 mb0", "COMBINEB 1.0 mb0"]),
+        (
+            built,
+            ["COMBINEF 1.0 mb0"]
+            + [f"{kind} {layer}.0 mb0" for layer in (3, 2, 1, 0) for kind in ("DISPATCHR", "COMBINEB")],
+        ),
+    ):
+        verify(program_)
+        assert [n for n in names(program_, 0, Stream.COMPUTE) if n.startswith(("DISP", "COMB"))] == waits
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.sampled_from(
+        [(), (Kind.ATTN,), (Kind.FFN,), (Kind.DISPATCH, Kind.FFN), (Kind.ATTN, Kind.DISPATCH, Kind.FFN, Kind.COMBINE)]
+    ),
+    st.integers(0, 2**16),
+)
+@settings(max_examples=40, deadline=None)
+def test_an_exchange_runs_beside_nothing_but_the_experts_of_its_layer(
+    p: int, v: int, m: int, chunks: int, recompute: tuple[Kind, ...], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(1, 3, p * v).tolist()
+    moe = (rng.random(sum(counts)) < 0.7).tolist()
+    built = colocated_program(
+        p=p, v=v, m=m, group=None, stage_layers=split(counts), moe=moe, chunks=chunks, recompute=recompute
+    )
+    verify(built, recompute=recompute if all(moe) else None)
+    price = rng.integers(1, 9, (len(Kind), len(Phase), sum(counts) + 1)).astype(float)
+    seconds = np.where(is_wait(built), 0.0, price[built.kind, built.phase, built.layer])
+    timeline = simulate(built, Pricing.ideal(seconds))
+    compute = np.isin(built.kind, (Kind.EMBED, Kind.ATTN, Kind.FFN, Kind.HEAD))
+    for x in np.flatnonzero(np.isin(built.kind, (Kind.DISPATCH, Kind.COMBINE)) & ~is_wait(built)):
+        beside = compute & (built.worker == built.worker[x])
+        beside &= (timeline.start_s < timeline.end_s[x]) & (timeline.end_s > timeline.start_s[x])
+        for y in np.flatnonzero(beside):
+            one, other = built.op(int(x)), built.op(int(y))
+            assert chunks > 1, (one, other)
+            assert other == one._replace(kind=Kind.FFN, chunk=other.chunk), (one, other)
 
 
 def test_transfers_join_the_stages() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from disagmoe.ops import Kind, Phase, Stream
 from disagmoe.plan.comet import comet_program
-from disagmoe.plan.dependencies import PlanError, build_graph, data_edges
+from disagmoe.plan.dependencies import PlanError, build_graph, data_edges, is_wait
 from disagmoe.plan.pricing import Pricing
 from disagmoe.plan.program import COLUMNS, Program
 from disagmoe.plan.text import row_token
@@ -34,6 +34,7 @@ def step_s(built: Program, seconds: Seconds) -> float:
     for (kind, phase), chunks in seconds.items():
         rows = np.flatnonzero((built.kind == int(kind)) & (built.phase == int(phase)))
         duration[rows] = np.array(chunks)[np.maximum(built.chunk[rows], 0)]
+    duration[is_wait(built)] = 0.0
     return simulate(built, Pricing.ideal(duration)).step_s
 
 
@@ -175,6 +176,7 @@ def test_recomputed_halves_overlap_their_own_exchange_too() -> None:
     assert edges == {
         *("D0R0 M0R0", "D0R0.1 M0R0.1", "M0R0 M0R0.2", "M0R0.1 M0R0.2"),
         *("M0R0.2 M0R0.3", "M0R0.2 C0R0", "M0R0.3 C0R0.1"),
+        "M0R0.3 C0B0",  # the backward's exchange waits for the compute before it
     }
     seconds: Seconds = {
         (Kind.DISPATCH, Phase.R): [0, 5],
