@@ -57,8 +57,10 @@ ORDERS = ("megatron", "comm_stage")
 """The warm-ups on offer; see the module's docstring."""
 
 
-def af_orders(p: int, v: int, m: int, group: int, order: str) -> tuple[StageOrder, ...]:
-    """Stage orders of the 2p workers (A_0..A_{p-1}, F_0..F_{p-1}), layers padded to p * v.
+def af_orders(
+    p: int, v: int, m: int, group: int, order: str, workers: Sequence[int] | None = None
+) -> tuple[StageOrder, ...]:
+    """Stage orders of these workers, or of all 2p (A_0..A_{p-1}, F_0..F_{p-1}), layers padded to p * v.
 
     `group` is the in-flight group size Ng, from 2p to 4p.
     """
@@ -72,10 +74,18 @@ def af_orders(p: int, v: int, m: int, group: int, order: str) -> tuple[StageOrde
     chunk, microbatch = grouped_table(v, sizes)
     round_trip = group if v == 1 else min(sizes)  # with one chunk nothing comes round
     slots = 2 * p if order == "megatron" else max(2 * p, round_trip)
-    ring = [*range(0, 2 * p, 2), *range(1, 2 * p, 2)]
+    ring = [2 * (w % p) + w // p for w in (range(2 * p) if workers is None else workers)]
     return tuple(
         alternate(chunk, microbatch, v, warmup(slots, v, stage * slots // (2 * p), max(sizes), m * v)) for stage in ring
     )
+
+
+def most_held(p: int, layers: int, m: int, group: int, order: str, head: str = "last_f") -> tuple[int, int]:
+    """Most layers A_0 and F_0 hold at once; no group of their pools holds more."""
+    ring = _ring(p, layers, head, 1)
+    first = (0, p)
+    attention, experts = af_orders(p, ring.chunks, m, group, order, first)
+    return _held(attention, ring, 0), _held(experts, ring, p)
 
 
 def group_sizes(p: int, layers: int, m: int) -> tuple[int, ...]:

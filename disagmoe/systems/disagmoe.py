@@ -14,7 +14,7 @@ from math import ceil
 from typing import ClassVar
 
 from disagmoe.cost.recompute import Recompute
-from disagmoe.plan.af_pipe import ORDERS, af_pipe_program, group_sizes
+from disagmoe.plan.af_pipe import ORDERS, af_pipe_program, group_sizes, most_held
 from disagmoe.plan.af_ring import HEADS, head_workers
 from disagmoe.plan.plan import Batch, Layout, Placement
 from disagmoe.plan.program import Program
@@ -26,6 +26,8 @@ STREAMS = (2, 1)
 """Compute streams, the paper's form first."""
 MOST_UNEVEN = 1.05
 """Load of the fullest expert rank over the mean, of the EP sizes tried where the tuner may choose."""
+MOST_GROUPS = 4
+"""In-flight group sizes tried for one split, the largest and the smallest among them."""
 HEAD_NAMES = {"last_f": "last F-group", "next_a": "next A-group", "spread": "all F-groups"}
 
 
@@ -84,11 +86,19 @@ class DisagMoE:
         for tier, tried in enumerate([sizes] if problem.ep is None else [[n] for n in sizes]):
             splits = [{"tier": tier, **c} for n in tried for c in self._of_size(problem, n)]
             for split in shortlist(problem, splits):
-                # The largest group is the fastest as a rule, the smallest holds the fewest activations. A slot for
-                # every transfer loses least where it is not the best warm-up.
-                groups = self._groups(problem, split)
-                for group in dict.fromkeys((groups[0], groups[-1])):
-                    yield {**split, "group": group}
+                yield from self._extremes(problem, split)
+
+    def _extremes(self, problem: Problem, split: Candidate) -> Iterator[Candidate]:
+        """The form of a split that is the fastest as a rule, and the one that holds the least.
+
+        Among the warm-ups, a slot for every transfer loses least where it is not the
+        best; on one stream only one operation's temporaries exist at a time.
+        """
+        groups = self._groups(problem, split)
+        streams = (self.compute_streams,) * 2 if self.compute_streams else STREAMS
+        orders = (self.order,) * 2 if self.order else ORDERS[::-1]
+        for group, order, compute_streams in zip((groups[0], groups[-1]), orders, streams, strict=True):
+            yield {**split, "order": order, "group": group, "compute_streams": compute_streams}
 
     def _of_size(self, problem: Problem, n: int) -> Iterator[Candidate]:
         for rule, shape in self._shapes(problem, n):
@@ -101,8 +111,6 @@ class DisagMoE:
                     "n": n,
                     "stage_nodes": shape.stage_nodes,
                     "micro_batch": sequences,
-                    "order": self.order or ORDERS[-1],
-                    "compute_streams": self.compute_streams or STREAMS[0],
                 }
 
     def refinements(self, problem: Problem, candidate: Candidate) -> Iterable[Candidate]:
@@ -134,6 +142,7 @@ class DisagMoE:
         order, group = str(candidate["order"]), int(candidate["group"])
         sequences = int(candidate["micro_batch"])
         recompute = recompute_of(candidate)
+        held = self._held(p, layers, _microbatches(problem, candidate), group, order)
         return Layout(
             system=self.name,
             variant="",
@@ -142,7 +151,7 @@ class DisagMoE:
             ep=n,
             transport=problem.transport,
             merge=problem.merge,
-            options={"p": p, "order": order, "group": group, "compute_streams": streams, **recompute},
+            options={"p": p, "order": order, "group": group, "compute_streams": streams, **held, **recompute},
             details={
                 "p": p,
                 "virtual_stages": ceil(layers / p),
@@ -180,11 +189,21 @@ class DisagMoE:
         except ValueError as reason:  # an (order, group) pair that would deadlock
             raise NotApplicable(str(reason)) from reason
 
+    def _held(self, p: int, layers: int, count: int, group: int, order: str) -> dict[str, int]:
+        """Layers in flight that the order makes the first A- and F-group hold, for a bound on memory."""
+        try:
+            attention, experts = most_held(p, layers, count, group, order, self.head)
+        except ValueError:  # no such order: `program` says why
+            return {}
+        return {"in_flight_A0": attention, "in_flight_F0": experts}
+
     def _groups(self, problem: Problem, candidate: Candidate) -> tuple[int, ...]:
         """In-flight group sizes of a split, largest first."""
         if self.group is not None:
             return (self.group,)
-        return group_sizes(int(candidate["p"]), problem.model.layers, _microbatches(problem, candidate))
+        sizes = group_sizes(int(candidate["p"]), problem.model.layers, _microbatches(problem, candidate))
+        last = len(sizes) - 1
+        return tuple(sizes[i] for i in sorted({round(last * k / (MOST_GROUPS - 1)) for k in range(MOST_GROUPS)}))
 
     def _expert_sizes(self, problem: Problem) -> list[int]:
         """N asked for first, then larger ones, so that a model too big for it still gets a plan."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from disagmoe.kernels import record_transfers
 from disagmoe.ops import Kind, Phase, Stream
-from disagmoe.plan.af_pipe import ORDERS, af_orders, af_pipe_program, group_sizes
+from disagmoe.plan.af_pipe import ORDERS, af_orders, af_pipe_program, group_sizes, most_held
 from disagmoe.plan.af_ring import HEADS, head_workers
 from disagmoe.plan.pricing import Pricing
 from disagmoe.plan.program import Program
@@ -309,3 +309,21 @@ def test_errors_name_the_rule(change: dict[str, object], message: str) -> None:
     base: dict[str, object] = {"p": 2, "layers": 8, "m": 8, "group": 4, "order": "megatron"}
     with pytest.raises(ValueError, match=message):
         af_pipe_program(**{**base, **change})  # type: ignore[arg-type]
+
+
+@given(shapes)
+@settings(max_examples=40, deadline=None)
+def test_most_held_is_what_the_first_groups_hold(shape: Shape) -> None:
+    """The bound that planners use, counted along the compute order, and no other group of a pool above it."""
+    p, layers, m, group, order, head, _ = shape
+    program = build((p, layers, m, group, order, head, 1))
+
+    def held(worker: int) -> int:
+        rows = program.stream_rows(worker, Stream.COMPUTE)
+        rows = rows[np.isin(program.kind[rows], (Kind.ATTN, Kind.FFN))]
+        change = np.where(program.phase[rows] == Phase.F, 1, -1)
+        return int(np.cumsum(change).max(initial=0))
+
+    assert most_held(p, layers, m, group, order, head) == (held(0), held(p))
+    assert max(held(w) for w in range(p)) == held(0)
+    assert max(held(w) for w in range(p, 2 * p)) == held(p)
