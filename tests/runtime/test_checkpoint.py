@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -159,3 +160,46 @@ def test_recompute_may_change(pools: Pools, tmp_path: Path) -> None:
     pools(2).run(train, run)
     rest = pools(2).run(train, replace(run, steps=4, recompute=(Kind.ATTN,)))
     assert rest[0].losses == pytest.approx(whole[0].losses[2:], abs=1e-12)
+
+
+@pytest.mark.parametrize("where", ["step", "save", "publish"])
+def test_a_killed_run_goes_on_bit_equal(pools: Pools, tmp_path: Path, where: str) -> None:
+    run = run_of(tmp_path, save_every=2, steps=6)
+    whole = pools(2).run(train, replace(run, folder=None))
+    with pytest.raises(RankError, match=r"rank [01] of 2 was killed by signal 9 \(SIGKILL\)"):
+        pools(2).run(_train_and_die, run, where)
+    assert steps_in(tmp_path)[-1] == "step-00000002"
+    rest = pools(2).run(train, run)
+    assert [m.step for m in rest[0].history] == [2, 3, 4, 5]
+    assert rest[0].losses == whole[0].losses[2:]
+    for before, after in zip(whole, rest, strict=True):
+        same_bits([before.after, after.after])
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == whole[0].losses
+
+
+def _train_and_die(context: Context, run: Run, where: str) -> None:
+    """Rank 1 dies in the middle of step 3, or in the middle of the second save; or rank 0 before it is published."""
+    from disagmoe.runtime import checkpoint, snapshot
+    from disagmoe.runtime.expert_ops import ExpertOps
+
+    def die(*args: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer = run.trainer(context)
+    steps = 0
+    whole = trainer.runner.step
+
+    def step(*args: object) -> object:
+        nonlocal steps
+        steps += 1
+        if where == "step" and steps == 4 and context.rank == 1:
+            ExpertOps.experts = die  # type: ignore[assignment]
+        if where == "save" and steps == 4 and context.rank == 1:
+            snapshot.ChunkSavePlanner.resolve_data = die  # type: ignore[assignment]
+        if where == "publish" and steps == 4 and context.rank == 0:
+            checkpoint.Checkpoints._publish = die  # type: ignore[assignment]
+        return whole(*args)  # type: ignore[arg-type]
+
+    trainer.runner.step = step  # type: ignore[method-assign, assignment]
+    trainer.run()

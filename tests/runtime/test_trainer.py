@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
-from disagmoe.model import ReferenceModel
+from disagmoe.model import ReferenceModel, router
 from disagmoe.ops import Kind
-from disagmoe.train.plan import RingShape
+from disagmoe.runtime.child import Context
+from disagmoe.specs import ModelSpec
+from disagmoe.train.plan import RingShape, ring_plan
 from tests.model.shapes import BASE, FAMILIES
 from tests.runtime.conftest import Pools
-from tests.runtime.trainer_cases import RECIPE, Run, same_bits, train, train_single
+from tests.runtime.trainer_cases import RECIPE, SMALL, Ran, Run, same_bits, train, train_single
 from tests.runtime.training_cases import rows_of
 
 V3 = replace(FAMILIES["deepseek_v3"], layers=3)
@@ -83,9 +87,7 @@ def test_idle_experts_change_by_weight_decay_only(pools: Pools) -> None:
                 torch.testing.assert_close(value, ran.before[name] * kept, rtol=0, atol=1e-15, msg=name)
 
 
-def _train_with_one_busy_expert(context, run):  # type: ignore[no-untyped-def]
-    from tests.runtime.trainer_cases import Ran
-
+def _train_with_one_busy_expert(context: Context, run: Run) -> Ran:
     trainer = run.trainer(context)
     for name, value in trainer.runner.values().items():
         if name.endswith("router.bias"):
@@ -98,3 +100,43 @@ def _train_with_one_busy_expert(context, run):  # type: ignore[no-untyped-def]
     after = {name: value.clone() for name, value in trainer.runner.values().items()}
     trainer.close()
     return Ran(history, before, after)
+
+
+@pytest.mark.parametrize("kinds", [(Kind.ATTN,), (Kind.ATTN, Kind.FFN)], ids=str)
+def test_recompute_keeps_a_noisy_routing(pools: Pools, kinds: tuple[Kind, ...]) -> None:
+    """Experts are chosen with noise, seeded alike in both runs: what is recomputed must not draw again."""
+    run = Run(shape=RingShape(n=2))
+    plain = pools(3).run(_train_with_noisy_choices, run)
+    again = pools(3).run(_train_with_noisy_choices, replace(run, recompute=kinds))
+    quiet = pools(3).run(train, run)
+    assert again[0].losses == pytest.approx(plain[0].losses, abs=1e-12)
+    assert [m.grad_norm for m in again[0].history] == pytest.approx([m.grad_norm for m in plain[0].history], abs=1e-12)
+    assert abs(plain[0].losses[-1] - quiet[0].losses[-1]) > 1e-9  # the noise did something
+
+
+def _train_with_noisy_choices(context: Context, run: Run) -> Ran:
+    generator = torch.Generator().manual_seed(5)
+    whole = router.choose
+
+    def noisy(choice: Tensor, spec: ModelSpec) -> Tensor:
+        return whole(choice + torch.rand(choice.shape, generator=generator, dtype=choice.dtype), spec)
+
+    with mock.patch.object(router, "choose", noisy):
+        return train(context, run)
+
+
+def test_starting_up_five_times_never_hangs(pools: Pools) -> None:
+    """Every process makes every group, in one order, member or not."""
+    shapes = [RingShape(m=2, n=2), RingShape(p=2), RingShape(dp=2), RingShape(m=3), RingShape(n=3)]
+    for shape in shapes:
+        found = pools(4).run(train, Run(shape=shape, steps=1, microbatches=2), timeout_s=60.0)
+        assert math.isfinite(found[0].losses[0])
+
+
+def test_six_experts_on_four_ranks_are_two_two_one_one(pools: Pools) -> None:
+    run = Run(model=replace(SMALL, experts=6), shape=RingShape(n=4), steps=1)
+    found = pools(5).run(train, run)
+    names = [[x for x in ran.before if x.startswith("layers.0.experts.") and x.endswith(".w1")] for ran in found]
+    assert [len(of_rank) for of_rank in names] == [0, 2, 2, 1, 1]
+    with pytest.raises(ValueError, match="n=4 expert ranks for the 2 experts of small: each rank needs at least one"):
+        ring_plan(replace(SMALL, experts=2), RingShape(n=4), microbatches=1, sequences=1)
