@@ -117,7 +117,7 @@ def resolve(values: Options, choices: Mapping[str, str | None], *, sweep: bool =
     model, full_layers, model_file = _model(values["model"], choices["model"])
     cluster, cluster_file = _cluster(values["cluster"], choices["cluster"])
     calibration, calibration_file = _calibration(values.get("calibration"), choices.get("calibration"), cluster)
-    workload = _workload(values)
+    workload = _workload(values, cluster)
     systems = _systems(values["systems"])
     artifacts = _one_of("artifacts", values["artifacts"], ARTIFACTS)
     if artifacts == "auto":
@@ -252,15 +252,17 @@ def _calibration(mapping: Options | None, choice: str | None, cluster: ClusterSp
     return name, read.shipped("calibration").get(name, Path(name))
 
 
-def _workload(values: Options) -> Workload:
+def _workload(values: Options, cluster: ClusterSpec) -> Workload:
     seq = parse_size(values["seq"], "seq")
     micro_batch = values["micro_batch"]
     stragglers = []
     for item in read.as_list(values["stragglers"], "stragglers"):
         pair = read.as_list(item, "stragglers entry")
         if len(pair) != 2:
-            raise ValueError(f"stragglers must be a list of [worker, slowdown] pairs, got {item}")
-        stragglers.append((read.as_int(pair[0], "straggler worker"), read.as_float(pair[1], "straggler slowdown")))
+            raise ValueError(f"stragglers must be a list of [gpu, slowdown] pairs, got {item}")
+        stragglers.append((read.as_int(pair[0], "straggler GPU"), read.as_float(pair[1], "straggler slowdown")))
+        if stragglers[-1][0] >= cluster.gpus:
+            raise ValueError(f"straggler on GPU {pair[0]}: cluster {cluster.name} has GPUs 0 to {cluster.gpus - 1}")
     return Workload(
         seq=seq,
         global_batch=_global_batch(values["batch"], seq),

@@ -187,12 +187,13 @@ class _Pricer:
         }
         embed, head = self._ends(shape.micro_batch, shape.m / shape.n)
         last = (self.problem.model.layers - 1) % shape.p
+        slowdown = work.slowdowns([shape.m] * shape.p + [shape.n] * shape.p, shape.dp)
         busy = [0.0, 0.0]
         for group, layers in enumerate(self._layers(shape.p)):
             attention_s = own[layers][0] + (embed if group == 0 else 0.0)
             expert_s = own[layers][1] + (head if group == last else 0.0)
-            busy[0] = max(busy[0], attention_s * work.slowdown(group))
-            busy[1] = max(busy[1], expert_s * work.slowdown(shape.p + group))
+            busy[0] = max(busy[0], attention_s * slowdown[group])
+            busy[1] = max(busy[1], expert_s * slowdown[shape.p + group])
         return Option(
             shape=shape,
             fill_s=self._fill(shape, ffn),

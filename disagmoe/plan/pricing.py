@@ -331,7 +331,7 @@ def price(layout: Layout, program: Program, costs: CostModel) -> Pricing:
 
     duration_s = np.where(is_wait(program), 0.0, column([t.seconds for t in table]))
     comm = np.isin(program.kind, [int(k) for k in COMM_KINDS])
-    duration_s = duration_s * np.where(comm, 1.0, _straggle(program, costs))
+    duration_s = duration_s * np.where(comm, 1.0, _straggle(layout, program, costs))
     sends = np.isin(program.stream, [int(s) for s in (*SEND_STREAMS, Stream.COLL, Stream.SYNC, Stream.NVLINK)])
     compute, slowed = _contention(layout, program, costs, comm)
     return Pricing(
@@ -343,14 +343,11 @@ def price(layout: Layout, program: Program, costs: CostModel) -> Pricing:
     )
 
 
-def _straggle(program: Program, costs: CostModel) -> FloatArray:
+def _straggle(layout: Layout, program: Program, costs: CostModel) -> FloatArray:
     """Slowdown of the compute of each row's worker."""
-    factor = np.ones(program.n_workers)
-    for worker, slowdown in costs.workload.stragglers:
-        if worker >= program.n_workers:
-            raise ValueError(f"straggler on worker {worker}: this plan has workers 0 to {program.n_workers - 1}")
-        factor[worker] = slowdown
-    return factor[program.worker]
+    placement = layout.placement
+    factor = costs.workload.slowdowns([worker.gpus for worker in placement.workers], placement.replicas)
+    return np.array(factor)[program.worker]
 
 
 def _contention(

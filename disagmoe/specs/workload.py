@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 
 from disagmoe.specs.architecture import ModelSpec
 from disagmoe.specs.fields import as_float, as_int
@@ -70,7 +73,7 @@ class Workload:
     `seq` is tokens per sequence, `global_batch` sequences per step,
     `micro_batch` sequences per attention rank (None: left to tuning). `skew` is
     the ratio of the busiest expert rank's load to the mean. `stragglers` holds
-    (worker index, slowdown factor >= 1). `optimizer` is one of OPTIMIZERS.
+    (GPU index, slowdown factor >= 1); see `slowdowns`. `optimizer` is one of OPTIMIZERS.
     """
 
     seq: int
@@ -89,21 +92,34 @@ class Workload:
                 raise ValueError(f"workload: {key} must be positive, got {value}")
         if as_float(self.skew, "workload: skew") < 1.0:
             raise ValueError(f"workload: skew is max/mean load and at least 1, got {self.skew!r}")
-        workers = [as_int(worker, "workload: straggler worker") for worker, _ in self.stragglers]
-        if len(set(workers)) < len(workers) or min(workers, default=0) < 0:
-            raise ValueError(f"workload: straggler workers must be distinct and not negative, got {workers}")
-        for worker, slowdown in self.stragglers:
+        gpus = [as_int(gpu, "workload: straggler GPU") for gpu, _ in self.stragglers]
+        if len(set(gpus)) < len(gpus) or min(gpus, default=0) < 0:
+            raise ValueError(f"workload: straggler GPUs must be distinct and not negative, got {gpus}")
+        for gpu, slowdown in self.stragglers:
             if as_float(slowdown, "workload: straggler slowdown") < 1.0:
-                raise ValueError(f"workload: slowdown of worker {worker} must be at least 1, got {slowdown!r}")
+                raise ValueError(f"workload: slowdown of GPU {gpu} must be at least 1, got {slowdown!r}")
 
     @property
     def tokens(self) -> int:
         """Tokens per step."""
         return self.seq * self.global_batch
 
-    def slowdown(self, worker: int) -> float:
-        """Factor by which `worker` computes slower than its peers (1.0: not at all)."""
-        return dict(self.stragglers).get(worker, 1.0)
+    def slowdowns(self, gpus: Sequence[int], replicas: int = 1) -> tuple[float, ...]:
+        """Factor by which each worker computes slower than without stragglers (1.0: not at all).
+
+        `gpus[w]` are the GPUs of worker w in each of `replicas` copies of all workers.
+        GPUs are numbered worker by worker within a copy, copy after copy; those
+        behind the last copy are idle. A worker is a symmetric group that waits for
+        its slowest GPU, and copies wait for each other.
+        """
+        factors = [1.0] * len(gpus)
+        behind = list(accumulate(gpus))
+        for gpu, slowdown in self.stragglers:
+            replica, place = divmod(gpu, behind[-1])
+            if replica < replicas:
+                worker = bisect_right(behind, place)
+                factors[worker] = max(factors[worker], slowdown)
+        return tuple(factors)
 
 
 def context_warning(model: ModelSpec, seq: int) -> str | None:

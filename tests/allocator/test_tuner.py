@@ -159,3 +159,12 @@ def test_memory_as_it_ran_has_the_last_word() -> None:
     assert tuned.plan is not asked[0]
     assert tuned.needed_gib == 0.5
     assert [t.outcome for t in tuned.trials if t.needed_gib == 1e9] == ["memory"]
+
+
+def test_a_straggler_suits_plans_of_any_number_of_workers() -> None:
+    """GPU 31 is in the last of 1, 2 or 4 stages; one stage of all GPUs waits for it as a whole."""
+    plain = problem("tiny", ep=8, global_batch=64)
+    slow = problem("tiny", ep=8, global_batch=64, stragglers=((31, 1.5),))
+    for pp in (1, 4):
+        steps = [tune(Megatron1F1B(pp=pp), pr, step_of(pr)).step_s for pr in (plain, slow)]
+        assert steps[0] is not None and steps[1] is not None and steps[0] < steps[1] <= 1.5 * steps[0]

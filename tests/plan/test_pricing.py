@@ -92,7 +92,7 @@ def test_both_ends_of_a_transfer_have_one_duration() -> None:
 
 
 def test_a_straggler_slows_its_worker_only() -> None:
-    base, slow = problem("tiny"), problem("tiny", stragglers=((1, 1.5),))
+    base, slow = problem("tiny"), problem("tiny", stragglers=((5, 1.5), (16, 9.0)))  # A1 has GPUs 4 to 7, 16 is idle
     layout = DisagMoE().layout(base, {**DISAGGREGATED, "n": 4})
     program = DisagMoE().program(base, layout)
     before, after = price(layout, program, base.costs).duration_s, price(layout, program, slow.costs).duration_s
@@ -100,9 +100,6 @@ def test_a_straggler_slows_its_worker_only() -> None:
     assert slowed.any()
     assert after[slowed] == pytest.approx(1.5 * before[slowed])
     assert (after[~slowed] == before[~slowed]).all()
-    bad = problem("tiny", stragglers=((99, 1.5),))
-    with pytest.raises(ValueError, match="straggler on worker 99: this plan has workers 0 to 3"):
-        price(layout, program, bad.costs)
 
 
 def test_lower_bound_of_a_single_stage_is_its_serial_work() -> None:

@@ -85,8 +85,21 @@ def test_default_global_batch_is_the_smallest_multiple_that_suffices(seq: int) -
 def test_a_workload() -> None:
     work = Workload(seq=4096, global_batch=2048, micro_batch=2, skew=1.3, stragglers=((3, 1.5),))
     assert work.tokens == 8_388_608
-    assert (work.slowdown(3), work.slowdown(0)) == (1.5, 1.0)
     assert Workload(seq=4096, global_batch=2048).micro_batch is None
+
+
+def test_a_straggler_slows_the_worker_that_has_it() -> None:
+    """Two copies of workers with 2, 4 and 1 GPUs: GPUs 0 1 | 2 3 4 5 | 6 and 7 8 | 9 10 11 12 | 13."""
+    gpus = [2, 4, 1]
+    worker_of = [0, 0, 1, 1, 1, 1, 2] * 2
+    for gpu in range(16):  # 14 and 15 are idle
+        work = Workload(seq=4096, global_batch=8, stragglers=((gpu, 1.5),))
+        slow = worker_of[gpu] if gpu < 14 else None
+        assert work.slowdowns(gpus, 2) == tuple(1.5 if w == slow else 1.0 for w in range(3))
+    several = Workload(seq=4096, global_batch=8, stragglers=((0, 1.2), (8, 1.5), (7, 1.1), (99, 9.0)))
+    assert several.slowdowns(gpus, 2) == (1.5, 1.0, 1.0)
+    assert several.slowdowns(gpus) == (1.2, 1.0, 1.0)
+    assert Workload(seq=4096, global_batch=8).slowdowns(gpus) == (1.0, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +112,7 @@ def test_a_workload() -> None:
         ({"micro_batch": 0}, "micro_batch must be positive, got 0"),
         ({"skew": 0.9}, "skew is max/mean load and at least 1, got 0.9"),
         ({"skew": float("inf")}, "skew must be a finite number"),
-        ({"stragglers": ((0, 0.5),)}, "slowdown of worker 0 must be at least 1, got 0.5"),
+        ({"stragglers": ((0, 0.5),)}, "slowdown of GPU 0 must be at least 1, got 0.5"),
         ({"stragglers": ((-1, 2.0),)}, "not negative"),
         ({"stragglers": ((1, 2.0), (1, 3.0))}, "must be distinct"),
     ],
