@@ -187,11 +187,17 @@ class LayoutCosts:
         if not moe:
             return NOTHING
         transfer = self.fullest_rank(kind, phase)
+        if self.layout.capacity_padded:
+            return transfer
         # The fullest rank sets the time for everyone, but only padding makes every rank send that much.
-        return transfer if self.layout.capacity_padded else self._mean_bytes(transfer)
+        return replace(transfer, nic_bytes=self._exchanged(kind, phase, 1.0).nic_bytes)
 
     def fullest_rank(self, kind: Kind, phase: Phase) -> Transfer:
         """One chunk of a colocated exchange as the rank with the most rows sees it."""
+        return self._exchanged(kind, phase, max(1.0, self.load))
+
+    def _exchanged(self, kind: Kind, phase: Phase, factor: float) -> Transfer:
+        """The same with `factor` times the mean rows."""
         layout = self.layout
         worker = layout.placement.workers[0]
         # A capacity below the mean load thins the tokens out; the fullest rank is then like all others.
@@ -206,16 +212,13 @@ class LayoutCosts:
             nic_gbs=worker.nic_gbs,
             phase=phase,
             combine=kind is Kind.COMBINE,
-            volume_factor=max(1.0, self.load),
+            volume_factor=factor,
         )
 
     def ep_nodes(self) -> int:
         """Nodes an expert-parallel group of a colocated system lies on."""
         worker = self.layout.placement.workers[0]
         return max(1, -(-self.layout.ep * worker.nodes // worker.gpus))
-
-    def _mean_bytes(self, transfer: Transfer) -> Transfer:
-        return replace(transfer, nic_bytes=transfer.nic_bytes / max(1.0, self.load))
 
     def _tile(self, kind: Kind, phase: Phase, chunk: int) -> Transfer:
         """One tile group; where no exchange runs beside them, the experts whole (chunk -1) or an equal part of them."""
@@ -228,7 +231,11 @@ class LayoutCosts:
         if kind is Kind.FFN:
             return _compute(costs.gemms[chunk])
         arriving = (kind is Kind.DISPATCH) != backward
-        return self._mean_bytes((costs.first if arriving else costs.second)[chunk])
+        part = (costs.first if arriving else costs.second)[chunk]
+        if tiles is None or tiles.gather or not part.nic_bytes:
+            return part
+        whole, mean = self._exchanged(kind, phase, max(1.0, self.load)), self._exchanged(kind, phase, 1.0)
+        return replace(part, nic_bytes=part.nic_bytes * mean.nic_bytes / whole.nic_bytes)
 
     @cached_property
     def moe_layer(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from baselines.comet import Comet
 from baselines.megatron import Megatron1F1B
 from baselines.tutel import Tutel
 from disagmoe.ops import COMM_KINDS, Kind, Phase, Stream
@@ -13,7 +14,7 @@ from disagmoe.plan.plan import Layout, Plan
 from disagmoe.plan.pricing import LayoutCosts, price
 from disagmoe.simulator import simulate
 from disagmoe.specs.params import attention_params, expert_params
-from disagmoe.system import Problem
+from disagmoe.system import Problem, System
 from disagmoe.systems import DisagMoE
 from tests.problems import problem
 
@@ -112,3 +113,20 @@ def test_lower_bound_of_a_single_stage_is_its_serial_work() -> None:
     bound = lower_bound_s(layout, pr.costs)
     assert bound == pytest.approx(float(pricing.duration_s[chain].sum()), rel=1e-12)
     assert bound <= simulate(Plan(layout, program).program, pricing).step_s
+
+
+@pytest.mark.parametrize("merge", ["none", "rank", "node"])
+@pytest.mark.parametrize(("system", "more"), [(Megatron1F1B(), {}), (Comet(variant="all-to-all"), {"tiles": "all"})])
+def test_skew_moves_no_bytes_but_takes_longer(system: System, more: dict[str, str], merge: str) -> None:
+    """Skew changes who receives a row, not how many are sent; capped merged copies must not make them fewer."""
+    moved, seconds = [], []
+    for skew in (1.0, 1.2, 4.0):
+        pr = problem("qwen3_30b", ep=16, transport="m2n_rdma", merge=merge, skew=skew)
+        prices = LayoutCosts(system.layout(pr, {**COLOCATED, **more}), pr.costs)
+        chunks = range(prices.layout.tiles.groups) if prices.layout.tiles else range(1)
+        exchange = [prices.op(Kind.DISPATCH, Phase.F, 0, chunk) for chunk in chunks]
+        moved.append(sum(t.nic_bytes for t in exchange))
+        seconds.append(sum(t.seconds for t in exchange))
+    assert moved == pytest.approx([moved[0]] * 3, rel=1e-12)
+    assert moved[0] > 0.0
+    assert seconds[0] <= seconds[1] <= seconds[2]
