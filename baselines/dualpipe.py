@@ -5,7 +5,8 @@ stage exists twice: two copies of the parameters, whose gradients are summed ove
 mirrored ranks (they replicate each other for the optimizer too). DualPipeV holds
 one copy in twice as many stages, two per rank. Forward and backward overlap as in
 combined 1F1B. The open library has no overlapped kernels of its own and waits for
-every pipeline transfer; `p2p_exposed` adds the latter, the former is granted.
+every pipeline transfer; `p2p_exposed` adds the latter, the former is granted. So is
+full recompute, as combined 1F1B has it: the library knows nothing of layers.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from math import ceil
 from typing import ClassVar
 
 from baselines.colocated import expert_parallel_sizes, loads_s, micro_batches, pipeline_workers, stages_of
+from disagmoe.cost.recompute import Recompute
 from disagmoe.plan.dualpipe import dualpipe_program, dualpipe_stages, dualpipev_program, dualpipev_stages
 from disagmoe.plan.plan import Batch, Layout, Placement
 from disagmoe.plan.program import Program
 from disagmoe.plan.split import split_layers
 from disagmoe.plan.units import Stages
-from disagmoe.system import SELECTIVE_LEVELS, Candidate, NotApplicable, Problem, Variant, recompute_of
+from disagmoe.system import RECOMPUTE_LEVELS, Candidate, NotApplicable, Problem, Variant, recompute_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class DualPipe:
 
     name: str = "dualpipe"
     native_transport: str = "nccl"
-    recompute_levels: ClassVar[tuple[Candidate, ...]] = SELECTIVE_LEVELS
+    recompute_levels: ClassVar[tuple[Candidate, ...]] = RECOMPUTE_LEVELS
 
     def __post_init__(self) -> None:
         _check_options(self.name, self.pp, self.p2p_exposed)
@@ -66,6 +68,7 @@ class DualPipe:
             stage_layers=stages_of(layout),
             moe=[problem.model.is_moe(layer) for layer in range(problem.model.layers)],
             p2p_exposed=self.p2p_exposed,
+            recompute=Recompute.of(layout.options).repeated(disaggregated=False),
         )
 
 
@@ -82,7 +85,7 @@ class DualPipeV:
 
     name: str = "dualpipe_v"
     native_transport: str = "nccl"
-    recompute_levels: ClassVar[tuple[Candidate, ...]] = SELECTIVE_LEVELS
+    recompute_levels: ClassVar[tuple[Candidate, ...]] = RECOMPUTE_LEVELS
 
     def __post_init__(self) -> None:
         _check_options(self.name, self.pp, self.p2p_exposed)
@@ -105,6 +108,7 @@ class DualPipeV:
             stage_layers=stages_of(layout),
             moe=[problem.model.is_moe(layer) for layer in range(problem.model.layers)],
             p2p_exposed=self.p2p_exposed,
+            recompute=Recompute.of(layout.options).repeated(disaggregated=False),
         )
 
 

@@ -5,7 +5,8 @@ of another run side by side on a compute and an all-to-all stream, layer by laye
 warm-up and cool-down stay exposed. Preconditions follow Megatron-Core's
 `overlap_moe_expert_parallel_comm` (megatron/training/arguments.py): expert
 parallelism, and virtual stages where there are pipeline stages. Weight gradients
-are split off (`delay_wgrad_compute`).
+are split off (`delay_wgrad_compute`). Full recompute repeats a whole layer before its
+backward (https://github.com/NVIDIA/Megatron-LM/pull/6311).
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from baselines.colocated import colocated_candidates, colocated_layout, expert_parallel_sizes, stages_of
+from disagmoe.cost.recompute import Recompute
 from disagmoe.plan.combined import combined_program, combined_warmup
 from disagmoe.plan.orders import groups
 from disagmoe.plan.plan import Layout
 from disagmoe.plan.program import Program
-from disagmoe.system import SELECTIVE_LEVELS, Candidate, NotApplicable, Problem
+from disagmoe.system import RECOMPUTE_LEVELS, Candidate, NotApplicable, Problem
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Megatron1F1BOverlap:
 
     name: str = "megatron_1f1b_overlap"
     native_transport: str = "nccl"
-    recompute_levels: ClassVar[tuple[Candidate, ...]] = SELECTIVE_LEVELS
+    recompute_levels: ClassVar[tuple[Candidate, ...]] = RECOMPUTE_LEVELS
 
     def candidates(self, problem: Problem) -> Iterable[Candidate]:
         """Those of interleaved 1F1B with pp = 1 or virtual > 1."""
@@ -77,4 +79,5 @@ class Megatron1F1BOverlap:
             group=int(layout.options["group"]),
             stage_layers=stages_of(layout),
             moe=[model.is_moe(layer) for layer in range(model.layers)],
+            recompute=Recompute.of(layout.options).repeated(disaggregated=False),
         )

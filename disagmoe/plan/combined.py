@@ -11,11 +11,11 @@ pipelining: F_0, then (F_{i+1} beside B_i), then the last B.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from disagmoe.ops import Phase
+from disagmoe.ops import Kind, Phase
 from disagmoe.plan.orders import IntArray, grouped_table, groups
 from disagmoe.plan.pairs import PairedLayers
 from disagmoe.plan.program import Program
@@ -67,7 +67,14 @@ def combined_stage_program(p: int, v: int, m: int, group: int | None = None) -> 
 
 
 def combined_program(
-    *, p: int, v: int, m: int, group: int | None, stage_layers: Sequence[Sequence[int]], moe: Sequence[bool]
+    *,
+    p: int,
+    v: int,
+    m: int,
+    group: int | None,
+    stage_layers: Sequence[Sequence[int]],
+    moe: Sequence[bool],
+    recompute: Collection[Kind] = (),
 ) -> Program:
     """The layer-level Program of one training step.
 
@@ -75,7 +82,8 @@ def combined_program(
     `moe[l]` says whether layer l has experts. Transfers between stages are as in
     `colocated_program`: forward on SEND and RECV, backward on SEND_B and RECV_B.
     A backward alone is split into I and W like that of a pair, as Megatron runs
-    both through the same schedule: its dispatch hides behind the experts' W.
+    both through the same schedule: its dispatch hides behind the experts' W. Kinds
+    in `recompute` run again before the backward of their layer (see `pairs.py`).
     """
-    layers = PairedLayers(ring_stages(p, v), tuple(tuple(s) for s in stage_layers), tuple(moe))
+    layers = PairedLayers(ring_stages(p, v), tuple(tuple(s) for s in stage_layers), tuple(moe), recompute=recompute)
     return layers.program(combined_orders(p, v, m, group), m)

@@ -11,11 +11,15 @@ Pipeline transfers are sent as soon as their data is there and received ahead of
 use. With `p2p_exposed` they are batched and waited for where the open code does:
 what a unit produced leaves when the next unit is about to begin, together with
 what that unit needs, and nothing runs until the whole batch has arrived.
+
+A weight gradient that is put off keeps its inputs, which recompute is there to drop:
+in the middle ranks those of half of all layers at once. With recompute every
+backward outside a pair therefore runs whole (`enable_zb` off, in the open code's terms).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -46,10 +50,11 @@ class _Rank:
 
     `chunk_of[end]` is the chunk (and direction) of an end and `first_of[end]` its
     first micro-batch. Every kind of event takes the micro-batches of an end in order.
+    Unless it `defers` weight gradients, every backward is whole and `weights` only waits.
     """
 
-    def __init__(self, chunk_of: tuple[int, int], first_of: tuple[int, int]) -> None:
-        self.chunk_of, self.first_of = chunk_of, first_of
+    def __init__(self, chunk_of: tuple[int, int], first_of: tuple[int, int], defers: bool) -> None:
+        self.chunk_of, self.first_of, self.defers = chunk_of, first_of, defers
         self.units: list[tuple[int, int, int, int, int]] = []
         self.moves: list[Move] = []
         self._posted: list[tuple[Phase, int, int, bool]] = []
@@ -82,6 +87,7 @@ class _Rank:
         self.post(Phase.B, end, arriving=True)
         self.commit()
         chunk, microbatch = self.chunk_of[end], self._take("backward", end=end)
+        phase = phase if self.defers else Phase.B
         self.units.append((-1, -1, phase, chunk, microbatch))
         if phase == Phase.I:
             self._weights.append((chunk, microbatch))
@@ -91,7 +97,8 @@ class _Rank:
     def weights(self) -> None:
         """The oldest weight gradients that are waiting."""
         self.commit()
-        self.units.append((-1, -1, Phase.W, *self._weights.pop(0)))
+        if self.defers:
+            self.units.append((-1, -1, Phase.W, *self._weights.pop(0)))
 
     def pair(self, forward: int, backward: int, *, recv: bool = True) -> None:
         if recv:
@@ -165,7 +172,7 @@ def _finish(rank: _Rank, half: int, q: int) -> None:
     rank.commit()
 
 
-def _dualpipe(ranks: int, microbatches: int) -> list[_Rank]:
+def _dualpipe(ranks: int, microbatches: int, *, defers: bool = True) -> list[_Rank]:
     if ranks < 2 or ranks % 2:
         raise ValueError(f"DualPipe needs an even number of pipeline ranks, at least 2; got {ranks}")
     if microbatches % 2:
@@ -176,7 +183,8 @@ def _dualpipe(ranks: int, microbatches: int) -> list[_Rank]:
     for r in range(ranks):
         q = min(r, ranks - 1 - r)
         directions = (0, 1) if r < ranks // 2 else (1, 0)
-        rank = _Rank(directions, (directions[0] * microbatches // 2, directions[1] * microbatches // 2))
+        first_of = (directions[0] * microbatches // 2, directions[1] * microbatches // 2)
+        rank = _Rank(directions, first_of, defers)
         _begin(rank, ranks // 2, q)
         _steady(rank, ranks // 2, q, microbatches // 2 - ranks + q + 1)
         _finish(rank, ranks // 2, q)
@@ -184,7 +192,7 @@ def _dualpipe(ranks: int, microbatches: int) -> list[_Rank]:
     return recorded
 
 
-def _dualpipev(ranks: int, microbatches: int) -> list[_Rank]:
+def _dualpipev(ranks: int, microbatches: int, *, defers: bool = True) -> list[_Rank]:
     if ranks < 1:
         raise ValueError(f"DualPipeV needs at least 1 pipeline rank; got {ranks}")
     if microbatches < 2 * ranks:
@@ -194,7 +202,7 @@ def _dualpipev(ranks: int, microbatches: int) -> list[_Rank]:
         )
     recorded = []
     for r in range(ranks):
-        rank = _Rank((0, 1), (0, 0))
+        rank = _Rank((0, 1), (0, 0), defers)
         _begin(rank, ranks, r)
         _steady(rank, ranks, r, microbatches - 2 * ranks + r + 1)
         _finish(rank, ranks, r)
@@ -243,15 +251,18 @@ def dualpipe_program(
     stage_layers: Sequence[Sequence[int]],
     moe: Sequence[bool],
     p2p_exposed: bool = False,
+    recompute: Collection[Kind] = (),
 ) -> Program:
     """The layer-level Program of one training step of DualPipe.
 
     `stage_layers[s]` are the layers of stage s of P (contiguous, at least one),
     `moe[l]` says whether layer l has experts. The replica of a row is its direction.
-    Gradients of a layer are reduced over both its copies (see `build_graph`).
+    Gradients of a layer are reduced over both its copies (see `build_graph`). Kinds
+    in `recompute` run again before the backward of their layer (see `pairs.py`), and
+    no weight gradients are deferred then.
     """
-    layers = _paired(dualpipe_stages(ranks), stage_layers, moe)
-    return _program(_dualpipe(ranks, microbatches), layers, microbatches, p2p_exposed)
+    layers = _paired(dualpipe_stages(ranks), stage_layers, moe, recompute)
+    return _program(_dualpipe(ranks, microbatches, defers=not recompute), layers, microbatches, p2p_exposed)
 
 
 def dualpipev_program(
@@ -261,15 +272,18 @@ def dualpipev_program(
     stage_layers: Sequence[Sequence[int]],
     moe: Sequence[bool],
     p2p_exposed: bool = False,
+    recompute: Collection[Kind] = (),
 ) -> Program:
     """The layer-level Program of one training step of DualPipeV: as DualPipe's, with 2R stages held once."""
-    layers = _paired(dualpipev_stages(ranks), stage_layers, moe)
-    return _program(_dualpipev(ranks, microbatches), layers, microbatches, p2p_exposed)
+    layers = _paired(dualpipev_stages(ranks), stage_layers, moe, recompute)
+    return _program(_dualpipev(ranks, microbatches, defers=not recompute), layers, microbatches, p2p_exposed)
 
 
-def _paired(stages: Stages, stage_layers: Sequence[Sequence[int]], moe: Sequence[bool]) -> PairedLayers:
+def _paired(
+    stages: Stages, stage_layers: Sequence[Sequence[int]], moe: Sequence[bool], recompute: Collection[Kind]
+) -> PairedLayers:
     layers = tuple(tuple(s) for s in stage_layers)
-    return PairedLayers(stages, layers, tuple(moe), whole_alone=True, transfers=False)
+    return PairedLayers(stages, layers, tuple(moe), whole_alone=True, transfers=False, recompute=recompute)
 
 
 def _program(recorded: Sequence[_Rank], layers: PairedLayers, microbatches: int, p2p_exposed: bool) -> Program:

@@ -14,11 +14,28 @@ and w its weight part.) Everything else follows from in-order streams and data:
 M_i starts after A_f and C_b, D_b after D_f and M_i, and so on. Surplus layers of
 the longer side run alone. The last attention's weight gradient comes after the
 gradient of the stage's input, so that it runs beside the transfer of that.
+
+A recomputed layer is repeated before its backward, paired or alone, under the
+backward's micro-batch. Where its combine is repeated too, the repeat is one
+function and comes as a whole before the ten operations, whose order it leaves alone:
+
+    all-to-all       D_r       C_r C_b |       D_f   D_b |       C_f
+    compute      A_r     M_r       A_f | M_i   M_w   M_f | A_i   A_w
+
+That is Megatron-Core's RecomputeSegment with one layer per segment (same file;
+https://github.com/NVIDIA/Megatron-LM/pull/6311), which says of it that "the A2A
+issued by a replay is exposed by design": D_r has nothing beside it, C_r has A_f. No
+gradient needs what the combine returned. Without C_r the repeat takes its place
+among the ten operations, so that C_b hides behind A_r, D_r behind A_f and D_f behind
+M_r:
+
+    all-to-all   C_b   D_r |       D_f   D_b       |       C_f
+    compute      A_r   A_f | M_r   M_i   M_w   M_f | A_i   A_w
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -31,6 +48,7 @@ from disagmoe.plan.program import Program
 from disagmoe.plan.units import ExtraRows, Stages, UnitCell, UnitKey, UnitOrder, expand_units
 
 FORWARD, BACKWARD = 0, 1  # sides of a unit
+_FORWARD_ORDER = (Kind.ATTN, Kind.DISPATCH, Kind.FFN, Kind.COMBINE)
 _LANES = {Phase.F: (Stream.SEND, Stream.RECV), Phase.B: (Stream.SEND_B, Stream.RECV_B)}
 
 
@@ -42,7 +60,8 @@ class PairedLayers:
     has experts. `whole_alone`: a backward that is not overlapped runs as B (one
     autograd pass) and not as I and W. With `transfers` a unit's template starts with
     the receives and ends with the sends of its stages, forward ones on SEND and
-    RECV, backward ones on SEND_B and RECV_B; without, they are given apart.
+    RECV, backward ones on SEND_B and RECV_B; without, they are given apart. Kinds in
+    `recompute` run again (phase R) before the backward of their layer.
     """
 
     stages: Stages
@@ -50,6 +69,7 @@ class PairedLayers:
     moe: tuple[bool, ...]
     whole_alone: bool = False
     transfers: bool = True
+    recompute: Collection[Kind] = ()
 
     def __post_init__(self) -> None:
         needed = self.stages.count
@@ -105,7 +125,7 @@ class PairedLayers:
         behind = self.layers[backward][::-1] if backward is not None else ()
         for f, b in zip_longest(ahead, behind):
             late = b is not None and b == behind[-1]
-            for kind, phase in _layer_pair(f is not None, b is not None, back, split, late):
+            for kind, phase in _layer_pair(f is not None, b is not None, back, split, late, self.recompute):
                 layer = f if phase == Phase.F else b
                 if self.moe[layer] or kind in (Kind.ATTN, Kind.FFN):
                     yield cell(kind, phase, layer)
@@ -156,15 +176,25 @@ class PairedLayers:
         return step_tail(worker, complete, {c: self.layers[s] for c, s in enumerate(of)}, shared=shared)
 
 
-def _layer_pair(ahead: bool, behind: bool, back: Phase, split: bool, late: bool) -> Iterator[tuple[Kind, Phase]]:
+def _layer_pair(
+    ahead: bool, behind: bool, back: Phase, split: bool, late: bool, recompute: Collection[Kind]
+) -> Iterator[tuple[Kind, Phase]]:
     """Kinds and phases of one forward layer beside one backward layer, either of which may be missing.
 
     `back` is the phase of the backward's experts and attention; with `split` their
-    weight parts follow, the attention's not here if it is `late`.
+    weight parts follow, the attention's not here if it is `late`. The repeat of a
+    backward's layer stands in front if it has the combine, else among the ten.
     """
-    ten = (
+    again = {kind: behind and kind in recompute for kind in Kind}
+    if again[Kind.COMBINE]:
+        yield from ((kind, Phase.R) for kind in _FORWARD_ORDER if again[kind])
+        again = dict.fromkeys(again, False)
+    ops = (
         (behind, Kind.COMBINE, Phase.B),
+        (again[Kind.ATTN], Kind.ATTN, Phase.R),
+        (again[Kind.DISPATCH], Kind.DISPATCH, Phase.R),
         (ahead, Kind.ATTN, Phase.F),
+        (again[Kind.FFN], Kind.FFN, Phase.R),
         (behind, Kind.FFN, back),
         (ahead, Kind.DISPATCH, Phase.F),
         (behind and split, Kind.FFN, Phase.W),
@@ -174,4 +204,4 @@ def _layer_pair(ahead: bool, behind: bool, back: Phase, split: bool, late: bool)
         (behind, Kind.ATTN, back),
         (behind and split and not late, Kind.ATTN, Phase.W),
     )
-    return ((kind, phase) for there, kind, phase in ten if there)
+    yield from ((kind, phase) for there, kind, phase in ops if there)
