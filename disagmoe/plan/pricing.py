@@ -250,17 +250,7 @@ class LayoutCosts:
         else:
             attention = placement.workers[placement.attn[layer] if kind is Kind.DISPATCH else placement.head]
         if attention.pool == "F":
-            # The head follows on the F-group itself: partial rows meet on the token's home rank.
-            return self.costs.all_to_all(
-                tokens=self.tokens * self._spread(experts),
-                ep=experts.gpus,
-                nodes=experts.nodes,
-                transport=layout.transport,
-                merge=layout.merge,
-                nic_gbs=experts.nic_gbs,
-                phase=phase,
-                combine=True,
-            )
+            return self._inside(experts, phase) if self.model.is_moe(layer) else NOTHING
         moe, near = self.model.is_moe(layer), attention.shares_nodes(experts)
         # Experts lie evenly on the nodes; the home ranks of a dense layer are where the tokens come from.
         share = (1.0 / experts.nodes if moe else 1.0) if near else 0.0
@@ -275,6 +265,27 @@ class LayoutCosts:
             combine=kind is Kind.COMBINE,
             local=share,
         )
+
+    def _inside(self, experts: Worker, phase: Phase) -> Transfer:
+        """The head follows on the F-group itself: partial rows meet on the token's home rank (a dense MLP's are there).
+
+        As elsewhere the fullest rank sets the time, and all together send what the mean load makes them.
+        """
+        fullest, mean = (
+            self.costs.all_to_all(
+                tokens=self.tokens * self._spread(experts),
+                ep=experts.gpus,
+                nodes=experts.nodes,
+                transport=self.layout.transport,
+                merge=self.layout.merge,
+                nic_gbs=experts.nic_gbs,
+                phase=phase,
+                combine=True,
+                volume_factor=factor,
+            )
+            for factor in (self.load, 1.0)
+        )
+        return replace(fullest, nic_bytes=mean.nic_bytes)
 
     def _layer_params(self, layer: int, worker: int) -> tuple[float, float]:
         """Dense and expert parameters whose gradients one sync of `layer` reduces."""

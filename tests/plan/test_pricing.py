@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from baselines.comet import Comet
 from baselines.megatron import Megatron1F1B
 from baselines.tutel import Tutel
+from disagmoe.cost.model import CostModel
 from disagmoe.ops import COMM_KINDS, Kind, Phase, Stream
 from disagmoe.plan.bounds import lower_bound_s
 from disagmoe.plan.plan import Layout, Plan
@@ -130,3 +133,33 @@ def test_skew_moves_no_bytes_but_takes_longer(system: System, more: dict[str, st
     assert moved == pytest.approx([moved[0]] * 3, rel=1e-12)
     assert moved[0] > 0.0
     assert seconds[0] <= seconds[1] <= seconds[2]
+
+
+@pytest.mark.parametrize("head", ["last_f", "spread"])
+def test_the_last_combine_inside_the_expert_group(head: str) -> None:
+    """Every copy of a token meets on its home rank: T x M / N x k rows, taking as long as the fullest rank has more."""
+    for skew in (1.0, 1.5):
+        pr = problem("qwen3_30b", skew=skew)
+        layout = DisagMoE(head=head).layout(pr, DISAGGREGATED)
+        prices = LayoutCosts(layout, pr.costs)
+        inside = prices.op(Kind.COMBINE, Phase.F, pr.model.layers - 1)
+        group = layout.placement.workers[layout.placement.ffn[-1]]
+        even = pr.costs.all_to_all(
+            tokens=2048.0, ep=8, nodes=group.nodes, transport="nccl", merge="none", nic_gbs=group.nic_gbs,
+            phase=Phase.F, combine=True,
+        )  # fmt: skip
+        assert inside.nic_bytes == even.nic_bytes
+        alpha_s = pr.costs.network.alpha_s(even.nic_bytes, 7)
+        assert inside.seconds - alpha_s == pytest.approx(skew * (even.seconds - alpha_s), rel=1e-12)
+
+
+def test_a_dense_last_layer_needs_no_combine_before_the_head() -> None:
+    """Its rows are on their home ranks already."""
+    pr = problem("deepseek_moe_16b")
+    last = pr.model.layers - 1
+    model = replace(pr.model, dense_layers=(last,))
+    pr = replace(pr, model=model, costs=CostModel(model, pr.cluster, pr.costs.calibration, pr.workload))
+    prices = LayoutCosts(DisagMoE().layout(pr, DISAGGREGATED), pr.costs)
+    for phase in (Phase.F, Phase.B):
+        assert prices.op(Kind.COMBINE, phase, last).seconds == 0.0
+        assert prices.op(Kind.COMBINE, phase, last - 1).seconds > 0.0
