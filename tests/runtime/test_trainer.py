@@ -140,3 +140,38 @@ def test_six_experts_on_four_ranks_are_two_two_one_one(pools: Pools) -> None:
     assert [len(of_rank) for of_rank in names] == [0, 2, 2, 1, 1]
     with pytest.raises(ValueError, match="n=4 expert ranks for the 2 experts of small: each rank needs at least one"):
         ring_plan(replace(SMALL, experts=2), RingShape(n=4), microbatches=1, sequences=1)
+
+
+@pytest.mark.parametrize("recompute", [(), (Kind.ATTN,)], ids=str)
+def test_correction_biases_move_once_per_step_by_global_counts(pools: Pools, recompute: tuple[Kind, ...]) -> None:
+    run = Run(model=V3, shape=RingShape(m=2), steps=1, bias_rate=0.001, recompute=recompute)
+    found = pools(3).run(train, run)
+    single = run.single()
+    counts = single.step().report.counts
+    for layer in (1, 2):
+        name = f"layers.{layer}.router.correction_bias"
+        mean = counts[layer].double().mean()
+        expected = [0.001 * ((mean > n).int() - (mean < n).int()).item() for n in counts[layer]]
+        assert sum(counts[layer].tolist()) == run.batch * run.seq * V3.top_k
+        for ran in found[:2]:
+            assert (ran.after[name] - ran.before[name]).tolist() == pytest.approx(expected, abs=1e-15)
+        assert any(expected)
+
+
+def test_bf16_trains_with_half_the_bytes_between_ranks(pools: Pools) -> None:
+    run = Run(model=replace(SMALL, hidden=16, expert_width=8, head_dim=8), shape=RingShape(n=2), steps=6)
+    losses, payload = {}, {}
+    for precision in ("fp32", "bf16"):
+        found = pools(3).run(_train_and_count, replace(run, precision=precision))
+        losses[precision], payload[precision] = found[0][0], sum(of_rank for _, of_rank in found)
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.02)
+    assert losses["bf16"] != losses["fp32"]
+    assert payload["bf16"] == pytest.approx(payload["fp32"] / 2, rel=0.1)  # a few tokens are routed otherwise
+
+
+def _train_and_count(context: Context, run: Run) -> tuple[list[float], int]:
+    trainer = run.trainer(context)
+    history = trainer.run()
+    payload = trainer.runner.exchanges.ledger.total().payload
+    trainer.close()
+    return [metrics.loss for metrics in history], payload
