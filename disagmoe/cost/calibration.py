@@ -54,7 +54,7 @@ class Rates:
     An attention kernel of head width d (mean of the query-key and the value
     width) runs at `attention_efficiency` x d / (d + `attention_dim_half`) and
     computes `attention_pad_keys` keys more per query than the mask lets through
-    (whole tiles); its backward runs at `attention_backward_ratio` of that.
+    (whole tiles), the full square at most; its backward runs at `attention_backward_ratio` of that.
     `launch_us` is paid per kernel. `nvlink_efficiency` and `nic_efficiency` (of
     the line rate in one direction) hold for an exchange of many peers, `ring_*`
     for a ring collective; a transfer pays `nic_alpha_us` where bytes cross NICs,

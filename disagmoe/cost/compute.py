@@ -9,7 +9,7 @@ The scores cost five matrix products backward against two forward (the
 probabilities are recomputed), all in I; norms, rotary embedding and the like move
 1.5 times their forward bytes in I and nothing worth counting in W. R repeats F,
 B is I and W. Causal masking halves the scores once, here: what a kernel computes
-beyond the mask is in `attention_pad_keys`.
+beyond the mask is in `attention_pad_keys`, up to the full square.
 Not modelled: biases, dropout, CUDA-graph effects, host time beyond `launch_us`.
 """
 
@@ -104,7 +104,8 @@ class Compute:
         """The attention kernel (forward, or the whole backward in phase I) of `sequences` sequences."""
         rates = self.rates
         width = (model.qk_dim + model.v_dim) / 2
-        keys = seq * (mean_keys(seq, window) + rates.attention_pad_keys)
+        # Partly masked tiles are whole tiles, but no query ever meets more keys than the sequence has.
+        keys = seq * min(mean_keys(seq, window) + rates.attention_pad_keys, mean_keys(seq, None, causal=False))
         efficiency = rates.attention_efficiency * width / (width + rates.attention_dim_half)
         flops = 4.0 * width * model.heads * keys * sequences
         kv_heads = model.heads if model.mla is not None else model.kv_heads
