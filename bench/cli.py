@@ -28,11 +28,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from bench.config import FROM_FILE, resolve
+from bench.config import FROM_FILE, RunConfig, resolve
 from bench.identity import ROOT
 from bench.overrides import explain, rewrite
 from bench.publish import LockTimeout
-from bench.run import Call, execute
+from bench.run import Call, Outcome, execute
 
 CONF = ROOT / "conf"
 USER_ERROR, FAULT, INTERRUPTED = 2, 1, 130
@@ -112,7 +112,7 @@ def _attempt(values: DictConfig, hydra_config: Any, overrides: Sequence[str], sw
     choices = {str(group): option for group, option in hydra_config.runtime.choices.items()}
     try:
         plain = cast(dict[str, Any], OmegaConf.to_container(values, resolve=True))
-        outcome = execute(resolve(plain, choices, sweep=sweep), call)
+        outcome = _execute(resolve(plain, choices, sweep=sweep), call)
     except (ValueError, OSError, OmegaConfBaseException) as error:
         if values.get("debug") is True:
             traceback.print_exc()
@@ -126,6 +126,15 @@ def _attempt(values: DictConfig, hydra_config: Any, overrides: Sequence[str], sw
         count = len(outcome.failures)
         return "failed", f"{count} row{'s' * (count > 1)} failed in {outcome.directory}: {outcome.failures[0]}"
     return "skipped" if outcome.skipped else "published", ""
+
+
+def _execute(config: RunConfig, call: Call) -> Outcome:
+    """A study or a comparison, as the configuration asks."""
+    if config.study is None:
+        return execute(config, call)
+    from bench import study_run
+
+    return study_run.execute(config, call)
 
 
 def _reports(spool: Path) -> list[JobReport]:

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.report import by_sequence, csv_header, records
-from bench.results import Results, load
+from bench.results import STUDY_FILE, Results, load
 
-SECTION = ["backend", "cluster", "calibration", "model", "depth_used", "view"]
+SECTION = ["backend", "cluster", "calibration", "settings", "model", "depth_used", "view"]
 """What rows must share to stand in one table."""
 EXAMPLE = "example"
 """The committed example among the results; its files come from runs beside it."""
@@ -49,6 +49,8 @@ def newest_runs(results_dir: Path) -> tuple[list[Results], list[str]]:
     broken = []
     for directory in sorted(results_dir.iterdir()):
         if not directory.is_dir() or directory.name[0] == "." or directory.name == EXAMPLE:
+            continue
+        if (directory / STUDY_FILE).is_file():  # many points around one configuration: not a row of any table here
             continue
         try:
             results = load(directory)
@@ -77,7 +79,8 @@ def sections(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
         row = part.iloc[0]
         yield (
             f"{row['model']} ({row['depth_used']} of {row['depth_of']} layers) on {row['cluster']}, "
-            f"{row['view']} view, backend {row['backend']}, calibration {row['calibration']}",
+            f"{row['view']} view, backend {row['backend']}, calibration {row['calibration']}"
+            + (f", {row['settings']}" if _text(row["settings"]) else ""),
             part,
         )
 

@@ -15,10 +15,13 @@ import pandas as pd
 
 from bench.collect import EXAMPLE
 from bench.report import paper
+from disagmoe.specs import default_global_batch
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN_RUN = "qwen3_32768_simulate_"
 """Prefix of the run whose tables and pictures are kept whole (but for its traces)."""
+CALIBRATION = "h800"
+"""The headline is of this calibration, at the default batch and with all settings as by default."""
 KEPT = ("table.md", "table.csv", "results.json", "speedup.png", "breakdown.png", "timeline_native_disagmoe.png")
 BEGIN, END = "<!-- headline:begin (make example writes this) -->", "<!-- headline:end -->"
 MODELS = {"deepseek_moe": "DeepSeek-MoE (paper's Table 2)", "gpt_oss": "GPT-OSS-120B", "qwen3": "Qwen3-235B-A22B"}
@@ -26,7 +29,9 @@ MODELS = {"deepseek_moe": "DeepSeek-MoE (paper's Table 2)", "gpt_oss": "GPT-OSS-
 
 def headline(summary: pd.DataFrame) -> str:
     """Markdown table: speed-up of DisagMoE by model, sequence and view, beside the paper's range."""
-    rows = summary[(summary["system"] == "disagmoe") & summary["model"].isin(list(MODELS))]
+    plain = summary["settings"].isna() & (summary["calibration"] == CALIBRATION)
+    usual = summary["global_batch"] == summary["seq"].map(default_global_batch)
+    rows = summary[plain & usual & (summary["system"] == "disagmoe") & summary["model"].isin(list(MODELS))]
     seqs = sorted(rows["seq"].unique())
     claim = next(c for c in paper.CLAIMS if c.text == "speed-up over Megatron-1F1B")
     low, high = claim.low or 0.0, claim.high or 0.0
@@ -78,7 +83,7 @@ def main(results_dir: Path = ROOT / "results") -> None:
     for path in [
         results_dir / "summary.md",
         results_dir / "summary.csv",
-        *results_dir.glob("by_sequence_speedup*h800.png"),
+        *results_dir.glob(f"by_sequence_speedup*_{CALIBRATION}.png"),
     ]:
         shutil.copy(path, target / ("by_sequence_speedup.png" if path.suffix == ".png" else path.name))
     readme = ROOT / "README.md"

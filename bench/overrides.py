@@ -1,7 +1,8 @@
 """The command line before and after Hydra: what we add to its grammar, and its errors in one line.
 
 `model=`, `cluster=` and `calibration=` take a path as well as a name, and
-`system.<name>.<field>=` needs no plus sign although no file lists every system.
+`system.<name>.<field>=` needs no plus sign although no file lists every system, and
+`gantt_workers=` no brackets.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def rewrite(arguments: Iterable[str]) -> list[str]:
                 f"{argument}: systems=[{value}] chooses what is compared, "
                 "system.<name>.<field>=<value> sets an option of one"
             )
+        elif key == "gantt_workers" and "," in value and value[0] not in "['\"":
+            rewritten.append(f"{key}=[{value}]")
         elif key.startswith("system."):
             rewritten.append(f"++{argument}")
         else:

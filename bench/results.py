@@ -26,6 +26,8 @@ from disagmoe.specs import parameters
 SCHEMA_NAME = "disagmoe.results/1"
 SCHEMA_FILE = Path(__file__).resolve().parent / "schema" / "results.schema.json"
 RESULTS_FILE = "results.json"
+STUDY_FILE = "study.json"
+"""The record of a directory that holds a study instead of one comparison."""
 VERSIONED = ("disagmoe-suite", "numpy", "numba", "pulp", "hydra-core")
 
 Results = dict[str, Any]

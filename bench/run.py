@@ -7,7 +7,7 @@ holds what is asked for now (tables, or figures and traces too).
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,21 @@ def execute(config: RunConfig, call: Call | None = None) -> Outcome:
     results/ by a run that raises.
     """
     call = call or Call()
+    return once(config, call, Work(finished, _make, failed_rows, _print_tables))
+
+
+@dataclass(frozen=True)
+class Work:
+    """How one kind of run is found, made, judged and shown. A record is what its JSON file holds."""
+
+    find: Callable[[Path, RunConfig], Results | None]
+    make: Callable[[RunConfig, Identity, Call, Path], Results]
+    failures: Callable[[Results], list[str]]
+    show: Callable[[Results], None]
+
+
+def once(config: RunConfig, call: Call, work: Work) -> Outcome:
+    """Do the work of a configuration unless its directory is already there; an equal run at the same time waits."""
     identity = identify(config)
     for warning in config.warnings:
         print(f"warning: {warning}", file=sys.stderr)
@@ -58,16 +73,18 @@ def execute(config: RunConfig, call: Call | None = None) -> Outcome:
     try:
         with locked(config.results_dir, identity.run_id, on_wait=lambda: _say(f"waiting for an equal run: {target}")):
             remove_stale(config.results_dir, identity.run_id)
-            results = None if config.force else finished(target, config.artifacts)
-            skipped = results is not None
-            if results is None:
-                results = _publish(config, identity, call, target)
+            record = None if config.force else work.find(target, config)
+            skipped = record is not None
+            if record is None:
+                record = work.make(config, identity, call, target)
     except BaseException:
         if made and not any(config.results_dir.iterdir()):
             config.results_dir.rmdir()
         raise
-    _show(results, target, skipped, call)
-    return Outcome(target, skipped, tuple(failed_rows(results)))
+    if call.tables:
+        work.show(record)
+    _say(f"already there: {target} (force=true runs it again)" if skipped else f"results: {target}")
+    return Outcome(target, skipped, tuple(work.failures(record)))
 
 
 def _say(line: str) -> None:
@@ -85,18 +102,20 @@ def _make_directory(path: Path) -> bool:
     return True
 
 
-def finished(directory: Path, artifacts: str) -> Results | None:
+def finished(directory: Path, config: RunConfig) -> Results | None:
     """The record of a run that needs no repeating, else None."""
     try:
         results = load(directory)
         stored = yaml.safe_load((directory / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return None
-    enough = isinstance(stored, dict) and stored.get("artifacts") in ("all", artifacts)
-    return results if enough and not failed_rows(results) else None
+    if not isinstance(stored, dict) or failed_rows(results):
+        return None
+    pictures = stored.get("artifacts") == "all" and stored.get("selection") == plain(config.selection)
+    return results if pictures or config.artifacts == "tables" else None
 
 
-def _publish(config: RunConfig, identity: Identity, call: Call, target: Path) -> Results:
+def _make(config: RunConfig, identity: Identity, call: Call, target: Path) -> Results:
     """Evaluate and write everything into a directory that appears at once. Returns the record."""
     from bench import report, tuning  # what is slow to load comes here, off the way to an error message
     from bench.evaluate import evaluate
@@ -110,11 +129,10 @@ def _publish(config: RunConfig, identity: Identity, call: Call, target: Path) ->
 
         def build(directory: Path) -> None:
             (directory / RESULTS_FILE).write_text(text, encoding="utf-8")
-            (directory / CONFIG_FILE).parent.mkdir()
-            _write_yaml(directory / CONFIG_FILE, settings(config))
-            _write_yaml(directory / OVERRIDES_FILE, list(call.overrides))
+            write_settings(directory, config, call)
             tuning.write_tuning(directory / tuning.FILE, evaluation)
-            report.write(directory, results, evaluation, config.artifacts, lambda name: bar(f"report, {name}"))
+            shown = config.artifacts, lambda name: bar(f"report, {name}"), config.selection
+            report.write(directory, results, evaluation, *shown)
 
         publish(target, identity.run_id, build)
     return results
@@ -135,16 +153,18 @@ def settings(config: RunConfig) -> dict[str, Any]:
     return {key: plain(value) for key, value in values.items()}
 
 
+def write_settings(directory: Path, config: RunConfig, call: Call) -> None:
+    """.hydra/: what the run was resolved to, and what was typed."""
+    (directory / CONFIG_FILE).parent.mkdir()
+    _write_yaml(directory / CONFIG_FILE, settings(config))
+    _write_yaml(directory / OVERRIDES_FILE, list(call.overrides))
+
+
 def _write_yaml(path: Path, value: Any) -> None:
     path.write_text(yaml.safe_dump(value, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
-def _show(results: Results, target: Path, skipped: bool, call: Call) -> None:
-    if call.tables:
-        from bench import report
+def _print_tables(results: Results) -> None:
+    from bench import report
 
-        report.print_tables(results)
-    if skipped:
-        _say(f"already there: {target} (force=true runs it again)")
-    else:
-        _say(f"results: {target}")
+    report.print_tables(results)

@@ -24,11 +24,16 @@ SENSITIVITY, CLAIMS = "sensitivity", "claims"
 
 @dataclass(frozen=True)
 class Study:
-    """`models` in the order of the report, the one chosen on the command line first; `axes` in their order."""
+    """`models` in the order of the report, the one chosen on the command line first; `axes` in their order.
+
+    `plans` is how many of the base's plans a baseline tries at the other points;
+    None searches anew at each.
+    """
 
     kind: str
     models: tuple[ModelSpec, ...]
     axes: tuple[tuple[str, tuple[Setting, ...]], ...]
+    plans: int | None = None
 
     def settings(self, axis: str) -> tuple[Setting, ...]:
         """The settings of one axis; none where the study leaves it out."""
@@ -70,7 +75,7 @@ AXES: Mapping[str, Mapping[str, tuple[Callable[[object], Setting | None], str]]]
         "merge": (_choice(MERGES), f"any of {', '.join(MERGES)}"),
         "head": (_choice(HEADS), f"any of {', '.join(HEADS)}"),
         "nics": (_choice(NIC_RULES), f"any of {', '.join(NIC_RULES)}"),
-        "compute_streams": (_choice(STREAMS), "any of 1, 2"),
+        "compute_streams": (_choice(STREAMS), f"any of {', '.join(map(str, STREAMS))}"),
     },
     CLAIMS: {
         "ratio": (_ratio, "texts like 16:10"),
@@ -86,9 +91,9 @@ AXES: Mapping[str, Mapping[str, tuple[Callable[[object], Setting | None], str]]]
 
 
 def study_from_mapping(value: object, model: ModelSpec) -> Study:
-    """A Study from the mapping of an experiment: kind, axes, and `also`, models beside the chosen one."""
+    """A Study from the mapping of an experiment: kind, axes, plans, and `also`, models beside the chosen one."""
     mapping = read.as_mapping(value, "study")
-    read.check_keys(mapping, ("kind", "also", "axes"), ("kind", "axes"), "study")
+    read.check_keys(mapping, ("kind", "also", "axes", "plans"), ("kind", "axes"), "study")
     kind = mapping["kind"]
     if not isinstance(kind, str) or kind not in AXES:
         raise ValueError(f"study.kind={kind}: allowed: {', '.join(AXES)}")
@@ -98,8 +103,11 @@ def study_from_mapping(value: object, model: ModelSpec) -> Study:
     unknown = [axis for axis in axes if axis not in AXES[kind]]
     if unknown:
         raise ValueError(f"study.axes.{unknown[0]}: axes of {kind}: {', '.join(AXES[kind])}")
+    plans = mapping.get("plans")
+    if plans is not None and _count(plans) is None:
+        raise ValueError(f"study.plans={plans}: allowed: a positive integer, or null for a search at every point")
     chosen = tuple((axis, _settings(kind, axis, axes[axis])) for axis in AXES[kind] if axes.get(axis) is not None)
-    return Study(kind, (model, *others), chosen)
+    return Study(kind, (model, *others), chosen, None if plans is None else int(str(plans)))
 
 
 def _settings(kind: str, axis: str, value: object) -> tuple[Setting, ...]:

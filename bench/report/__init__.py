@@ -18,6 +18,7 @@ from bench.report.columns import csv_header, records
 from bench.report.facts import Results, row_label
 from bench.report.paper import compare
 from bench.report.tables import csv_text, markdown, print_tables
+from bench.selection import WHOLE, Selection
 from disagmoe.plan.plan import Layout
 from disagmoe.timeline.timeline import Timeline
 
@@ -52,12 +53,14 @@ def write(
     evaluation: Drawables,
     artifacts: str = "all",
     on_file: Callable[[str], None] | None = None,
+    selection: Selection = WHOLE,
 ) -> list[Path]:
     """Write the report of one run into an existing directory and return the files, in order.
 
     `artifacts` is "tables" (table.md, table.csv) or "all" (also the bar
-    pictures, and one Gantt and one Perfetto trace per row that ran). `on_file`
-    hears the name of every file before it is made.
+    pictures, and one Gantt and one Perfetto trace per row that ran, both of the
+    part that `selection` names). `on_file` hears the name of every file before it is
+    made.
     """
     if artifacts not in ARTIFACTS:
         raise ValueError(f"artifacts={artifacts!r}: allowed are {', '.join(ARTIFACTS)}")
@@ -70,11 +73,13 @@ def write(
         paths.append(directory / name)
         paths[-1].write_text(text(results), encoding="utf-8", newline="\n")
     if artifacts == "all":
-        paths += _pictures(directory, results, evaluation, hear)
+        paths += _pictures(directory, results, evaluation, hear, selection)
     return paths
 
 
-def _pictures(directory: Path, results: Results, evaluation: Drawables, hear: Callable[[str], None]) -> list[Path]:
+def _pictures(
+    directory: Path, results: Results, evaluation: Drawables, hear: Callable[[str], None], selection: Selection
+) -> list[Path]:
     # Imported here so that tables need neither matplotlib's start-up time nor the trace writer.
     from bench.report.bars import write_bars
     from bench.report.gantt import write_gantt
@@ -88,11 +93,12 @@ def _pictures(directory: Path, results: Results, evaluation: Drawables, hear: Ca
         stem, view = file_stem(row), str(row["view"])
         hear(f"timeline_{stem}.png")
         picture = directory / f"timeline_{stem}.png"
-        paths.append(write_gantt(results, row_label(row), view, outcome.timeline, outcome.layout, picture))
+        drawn = (outcome.timeline, outcome.layout, picture, selection)
+        paths.append(write_gantt(results, row_label(row), view, *drawn))
         trace = directory / f"trace_{stem}.json.gz"
         hear(trace.name)
         title = f"{row_label(row)}, {view} view, {outcome.timeline.origin}, {results['model']['name']}"
-        write_trace(outcome.timeline, outcome.layout, trace, title)
+        write_trace(outcome.timeline, outcome.layout, trace, title, window_s=selection.window_s)
         paths.append(trace)
     return paths
 

@@ -18,7 +18,7 @@ from disagmoe.plan.program import Program
 PHASE_WORDS = {
     Phase.F: "forward",
     Phase.B: "backward",
-    Phase.I: "input gradient",
+    Phase.I: "backward",
     Phase.W: "weight gradient",
     Phase.R: "recompute",
 }

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.report.facts import Results, calibration_name, finite, notes, row_label
+from bench.report.facts import Results, calibration_name, finite, notes, row_label, settings_text
 
 Row = Mapping[str, Any]
 DASH = "–"
@@ -213,7 +213,7 @@ LEGEND = (
 
 CONTEXT = (
     *("run_id", "config_id", "backend", "model", "seq", "global_batch"),
-    *("depth_used", "depth_of", "cluster", "calibration"),
+    *("depth_used", "depth_of", "cluster", "calibration", "settings"),
 )
 """Columns that say what a CSV line is about; the same on every line of one run."""
 
@@ -243,6 +243,7 @@ def records(results: Results) -> list[dict[str, str | int | float | None]]:
     context = (
         *(run["id"], run["config_id"], results["backend"], results["model"]["name"], workload["seq"]),
         *(workload["global_batch"], depth["used"], depth["of"], results["cluster"]["name"], calibration_name(results)),
+        settings_text(results),
     )
     said = " | ".join(notes(results)) or None
     flat = []

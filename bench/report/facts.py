@@ -57,6 +57,22 @@ def calibration_name(results: Results) -> str:
     return str(calibration["name"]) if isinstance(calibration, Mapping) else str(calibration)
 
 
+def settings_text(results: Results) -> str:
+    """Settings that are not the default, as one would type them; "" where there are none."""
+    return " ".join(f"{key}={_typed(value)}" for key, value in (results.get("settings") or {}).items())
+
+
+def _typed(value: Any) -> str:
+    """A setting without spaces: 2.0 as "2", lists in brackets."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_typed(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(_typed(item) for item in value) + "]"
+    return "null" if value is None else str(value)
+
+
 @dataclass(frozen=True)
 class Facts:
     """Short texts that name a run; captions and headers are put together from these."""
@@ -170,13 +186,15 @@ def header(results: Results) -> list[tuple[str, str]]:
     if (finite(workload.get("skew")) or 1.0) != 1.0:
         work.append(f"routing skew {workload['skew']:g} (max/mean expert load)")
     if workload.get("stragglers"):
-        work.append("stragglers " + ", ".join(f"worker {w} × {f:g}" for w, f in workload["stragglers"]))
+        work.append("stragglers " + ", ".join(f"GPU {gpu} × {f:g}" for gpu, f in workload["stragglers"]))
     lines = [
         ("numbers", f"{named.provenance}, run {results['run']['id']}"),
         ("model", model_text(results)),
         ("cluster", cluster_text(results["cluster"])),
         ("workload", ", ".join(work)),
     ]
+    if settings_text(results):
+        lines.append(("settings", f"{settings_text(results)} (all others as by default)"))
     lines += [(f"view {view}", _transports(view_rows(results, view)) or "no system ran") for view in views(rows)]
     contention = _contention(rows)
     if contention:

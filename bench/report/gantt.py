@@ -8,6 +8,7 @@ in the title.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,6 @@ from numpy.typing import NDArray
 from bench.report.classes import CLASSES, class_codes, communicates
 from bench.report.facts import Results, facts, notes
 from bench.report.lanes import (
-    LANE_WORDS,
     Boxes,
     Lane,
     Window,
@@ -46,7 +46,10 @@ from bench.report.style import (
     legend_below_headline,
     save,
 )
+from bench.selection import WHOLE, Selection
+from disagmoe.ops import Stream
 from disagmoe.plan.plan import Layout, Placement
+from disagmoe.timeline.streams import stream_words
 from disagmoe.timeline.timeline import Timeline
 
 WIDTH, LEFT, RIGHT = 15.0, 0.75, 0.85
@@ -62,18 +65,40 @@ THIN_PT = 2.0
 IDLE, LANE_BACK = "#F1F1F1", "#FAFAFA"
 
 
-def write_gantt(results: Results, name: str, view: str, timeline: Timeline, layout: Layout, path: Path) -> Path:
-    """Draw one system's timeline to `path` (.png or .svg)."""
+def write_gantt(
+    results: Results,
+    name: str,
+    view: str,
+    timeline: Timeline,
+    layout: Layout,
+    path: Path,
+    selection: Selection = WHOLE,
+) -> Path:
+    """Draw one system's timeline to `path` (.png or .svg).
+
+    Of a window that reaches beyond the step the part inside is drawn; where the
+    system has nothing of what was selected, it is drawn as without a selection.
+    """
+    placement, window = layout.placement, None
+    if selection.window_s is not None and selection.window_s[0] < timeline.step_s:
+        window = Window(selection.window_s[0], min(selection.window_s[1], timeline.step_s))
+    chosen = selection.indices([worker.name for worker in placement.workers])
     with drawing():
-        save(gantt_figure(results, name, view, timeline, layout.placement), path)
+        save(gantt_figure(results, name, view, timeline, placement, window, chosen), path)
     return path
 
 
 def gantt_figure(
-    results: Results, name: str, view: str, timeline: Timeline, placement: Placement, window: Window | None = None
+    results: Results,
+    name: str,
+    view: str,
+    timeline: Timeline,
+    placement: Placement,
+    window: Window | None = None,
+    chosen: Sequence[int] = (),
 ) -> Figure:
-    """The picture of one timeline; `window` chooses the excerpt, by default of the steady state."""
-    workers = shown_workers(placement)
+    """The picture of one timeline; by default an excerpt of the steady state, and workers spread over the pipeline."""
+    workers = shown_workers(placement, chosen)
     span = window or excerpt(timeline, int((WIDTH - LEFT - RIGHT) * 72 / OP_PT))
     whole = span.start_s <= 0.0 and span.end_s >= timeline.step_s
     lanes = lay_lanes(timeline, workers, span)
@@ -81,7 +106,7 @@ def gantt_figure(
     codes = class_codes(timeline.program)
     rows = max((lane.top + lane.height for lane in lanes), default=1.0)
 
-    foot_lines = _foot(results, timeline, whole)
+    foot_lines = _foot(results, timeline, whole, window is not None)
     bottom = 0.62 + 0.13 * len(foot_lines)
     strip = 0.0 if whole else STRIP_ROW * len(workers)
     strip_rows = np.flatnonzero(~communicates(timeline.program) & np.isin(timeline.program.worker, workers))
@@ -91,7 +116,7 @@ def gantt_figure(
     figure = canvas(WIDTH, bottom + rows * UNIT + top)
     axes = axes_at(figure, LEFT, bottom, WIDTH - LEFT - RIGHT, rows * UNIT)
     _draw_excerpt(axes, timeline, lanes, shapes, codes, span)
-    _label_workers(axes, lanes, placement, rows)
+    _label_workers(axes, lanes, placement, rows, stream_words(timeline.program))
     if not whole:
         above = axes_at(figure, LEFT, bottom + rows * UNIT + 0.6, WIDTH - LEFT - RIGHT, strip)
         _draw_strip(above, timeline, workers, placement, codes, span)
@@ -120,11 +145,11 @@ def _subtitle(results: Results, placement: Placement, workers: list[int]) -> str
     return text
 
 
-def _foot(results: Results, timeline: Timeline, whole: bool) -> list[str]:
+def _foot(results: Results, timeline: Timeline, whole: bool, asked: bool) -> list[str]:
     text = "numbers are micro-batches; white or grey = idle; a transfer is drawn from the moment both ends are ready"
     if not (timeline.end_s > timeline.start_s).all():
         text += "; operations of no duration are left out"
-    if not whole:
+    if not whole and not asked:
         text += "; the excerpt lies where forward and backward are most mixed"
     return [text, *notes(results)[:1]]
 
@@ -176,7 +201,7 @@ def _draw_numbers(axes: Axes, timeline: Timeline, shapes: Boxes, codes: NDArray[
         number = int(program.microbatch[shapes.row[at]])
         glyph, wide = glyphs.setdefault(number, _glyph(number)) if number not in glyphs else glyphs[number]
         left, right = shapes.left_s[at] * 1e3, shapes.right_s[at] * 1e3
-        if (right - left) * points < wide + 1.5:
+        if (right - left) * points < wide + 0.8:
             continue
         centre = np.array([(left + right) / 2, shapes.top[at] + shapes.height[at] / 2])
         vertices = (glyph.vertices - np.array([wide / 2, NUMBER_PT * 0.365])) * scale + centre
@@ -192,13 +217,15 @@ def _glyph(number: int) -> tuple[TextPath, float]:
     return path, float(path.get_extents().x1)
 
 
-def _label_workers(axes: Axes, lanes: list[Lane], placement: Placement, rows: float) -> None:
+def _label_workers(
+    axes: Axes, lanes: list[Lane], placement: Placement, rows: float, words: Mapping[Stream, str]
+) -> None:
     """Worker names on the left, stream names on the right."""
     middles: dict[int, list[float]] = {}
     for lane in lanes:
         middles.setdefault(lane.worker, []).extend((lane.top, lane.top + lane.height))
         axes.annotate(
-            LANE_WORDS[lane.stream],
+            words[lane.stream],
             (1.0, 1 - (lane.top + lane.height / 2) / rows),
             (4, 0),
             xycoords="axes fraction",

@@ -6,6 +6,7 @@ compute lane, y grows downwards, times are seconds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,17 +27,6 @@ LANE_ORDER = (
     *(Stream.COMPUTE, Stream.COMPUTE_B, Stream.COLL, Stream.SEND, Stream.RECV),
     *(Stream.SEND_B, Stream.RECV_B, Stream.NVLINK, Stream.SYNC),
 )
-LANE_WORDS = {
-    Stream.COMPUTE: "compute",
-    Stream.COMPUTE_B: "compute",
-    Stream.COLL: "all-to-all",
-    Stream.SEND: "send",
-    Stream.RECV: "receive",
-    Stream.SEND_B: "send, bwd",
-    Stream.RECV_B: "receive, bwd",
-    Stream.NVLINK: "NVLink",
-    Stream.SYNC: "sync",
-}
 
 
 @dataclass(frozen=True)
@@ -66,12 +56,15 @@ class Window:
         return inside
 
 
-def shown_workers(placement: Placement) -> list[int]:
-    """At most MAX_WORKERS workers; A and F of one ring position next to each other, spread over the ring."""
+def shown_workers(placement: Placement, chosen: Sequence[int] = ()) -> list[int]:
+    """The chosen workers, by default at most MAX_WORKERS spread over the ring; A and F of one position side by side."""
     pools: dict[str, list[int]] = {}
     for index, worker in enumerate(placement.workers):
         pools.setdefault(worker.pool, []).append(index)
     depth = max(map(len, pools.values()))
+    if chosen:
+        aside = [members[at] for at in range(depth) for members in pools.values() if at < len(members)]
+        return [worker for worker in aside if worker in chosen]
     kept = min(depth, max(1, MAX_WORKERS // len(pools)))
     positions = np.unique(np.linspace(0, depth - 1, kept).round().astype(int))
     return [members[at] for at in positions for members in pools.values() if at < len(members)]
@@ -80,7 +73,7 @@ def shown_workers(placement: Placement) -> list[int]:
 def excerpt(timeline: Timeline, slots: int) -> Window:
     """About `slots` typical compute operations, where forward and backward are most evenly mixed.
 
-    The same rule for every system: of evenly spaced starts, the one that
+    Chunks of one operation count together. The same rule for every system: of evenly spaced starts, the one that
     maximises (busy forward time) × (busy backward time) over all workers, the
     earliest of equals. A step hardly longer than the excerpt is shown whole.
     """
@@ -88,7 +81,7 @@ def excerpt(timeline: Timeline, slots: int) -> Window:
     layered = np.isin(program.kind, (Kind.ATTN, Kind.FFN, Kind.STAGE)) & (timeline.end_s > timeline.start_s)
     if not layered.any():
         return Window(0.0, step)
-    width = float(np.median((timeline.end_s - timeline.start_s)[layered])) * slots
+    width = _typical_s(timeline, layered) * slots
     if width >= 0.75 * step:
         return Window(0.0, step)
     starts = np.linspace(0.0, step - width, WINDOW_STARTS)
@@ -97,6 +90,14 @@ def excerpt(timeline: Timeline, slots: int) -> Window:
     score = busy[0] * busy[1]
     start = float(starts[np.argmax(score if score.any() else busy[0] + busy[1])])
     return Window(start, start + width)
+
+
+def _typical_s(timeline: Timeline, rows: NDArray[np.bool_]) -> float:
+    """Median time of an operation, its chunks added up."""
+    program = timeline.program
+    parts = (program.worker, program.replica, program.microbatch, program.layer, program.phase, program.kind)
+    _, operation = np.unique(np.stack(parts)[:, rows], axis=1, return_inverse=True)
+    return float(np.median(np.bincount(operation.ravel(), weights=(timeline.end_s - timeline.start_s)[rows])))
 
 
 def _busy_within(timeline: Timeline, rows: NDArray[np.bool_], starts: FloatArray, width: float) -> FloatArray:

@@ -1,8 +1,8 @@
 """Decides the by-sequence pictures: what happens to speed-up, exposed communication and stall as sequences grow.
 
-One panel per view and model (and depth, and batch, where a collection mixes
-them); runs of different clusters, calibrations or back ends never share a
-picture. Sequence lengths are spaced evenly, as the field draws them.
+One panel per view and model (and depth, where a collection mixes them); runs of
+different clusters, calibrations, batches (in tokens), settings or back ends never
+share a picture. Sequence lengths are spaced evenly, as the field draws them.
 """
 
 from __future__ import annotations
@@ -37,11 +37,15 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Record = Mapping[str, Any]
+Key = tuple[str, str, str]
+"""Backend, cluster and calibration."""
+USUAL_SIZE = 23
+"""log2 of the tokens of the default batch, which file names need not tell."""
 
 NEEDED = (
-    *("backend", "cluster", "calibration", "model", "depth_used", "depth_of", "seq", "global_batch"),
+    *("backend", "cluster", "calibration", "settings", "model", "depth_used", "depth_of", "seq", "global_batch"),
     *("view", "system", "variant", "implementation", "status"),
-    *("speedup", "exposed_comm_s", "stall_s", "notes"),
+    *("speedup", "exposed_comm_s", "bubble_s", "stall_s", "notes"),
 )
 """Columns read from the frame: names as in table.csv."""
 
@@ -66,6 +70,7 @@ class Metric:
 METRICS = (
     Metric("speedup", "speedup", f"Speed-up over {REFERENCE} by sequence length", f"speed-up over\n{REFERENCE}", 1.0),
     Metric("exposed", "exposed_comm_s", "Exposed communication by sequence length", "exposed comm\nper step [s]"),
+    Metric("bubble", "bubble_s", "Bubble (idle or waiting for a peer) by sequence length", "bubble\nper step [s]"),
     Metric("stall", "stall_s", "Stall (exposed + bubble) by sequence length", "exposed + bubble\nper step [s]"),
 )
 
@@ -86,26 +91,35 @@ class Panel:
 def by_sequence(results_dir: Path, frame: pd.DataFrame) -> list[Path]:
     """Write by_sequence_<metric>_<backend>_<cluster>_<calibration>.png|svg for a collected frame; returns the paths.
 
-    `frame` has one line per results row with the columns of table.csv. Of lines
-    that name the same point the last one counts.
+    Another batch or other settings than the default are added to the name. `frame`
+    has one line per results row with the columns of table.csv. Of lines that name
+    the same point the last one counts.
     """
     missing = [name for name in NEEDED if name not in frame.columns]
     if missing:
         raise ValueError(f"by-sequence figures need the columns {', '.join(NEEDED)}; missing: {', '.join(missing)}")
     rows = [_clean(record) for record in frame.to_dict("records")]
-    groups: dict[tuple[str, str, str], list[Record]] = {}
+    groups: dict[tuple[Key, str, int], list[Record]] = {}
     for row in rows:
-        groups.setdefault((str(row["backend"]), str(row["cluster"]), str(row["calibration"])), []).append(row)
+        key = (str(row["backend"]), str(row["cluster"]), str(row["calibration"]))
+        groups.setdefault((key, str(row["settings"] or ""), _size_class(row)), []).append(row)
     paths: list[Path] = []
     with drawing():
-        for key in sorted(groups):
-            panels, superseded = make_panels(groups[key])
+        for (key, settings, size), group in sorted(groups.items(), key=lambda item: item[0]):
+            panels, superseded = make_panels(group)
+            extras = [] if size == USUAL_SIZE else [f"{2**size / 1e6:.3g}M-tokens"]
+            extras += [settings[:80]] if settings else []
             for metric in METRICS:
-                stem = re.sub(r"[^A-Za-z0-9._-]+", "-", "_".join(("by_sequence", metric.name, *key)))
+                stem = re.sub(r"[^A-Za-z0-9._-]+", "-", "_".join(("by_sequence", metric.name, *key, *extras)))
                 pair = [results_dir / f"{stem}.{suffix}" for suffix in ("png", "svg")]
-                save(draw_metric(metric, panels, groups[key], key, superseded), *pair)
+                save(draw_metric(metric, panels, group, key, superseded), *pair)
                 paths += pair
     return paths
+
+
+def _size_class(row: Record) -> int:
+    """Batches of about equally many tokens share a picture."""
+    return round(math.log2(float(row["seq"]) * float(row["global_batch"])))
 
 
 def _clean(record: Mapping[Any, Any]) -> dict[str, Any]:
@@ -118,8 +132,7 @@ def make_panels(rows: Sequence[Record]) -> tuple[list[Panel], int]:
     groups: dict[tuple[str, int, int, int], dict[tuple[str, str, int], Record]] = {}
     superseded = 0
     for row in rows:
-        tokens = float(row["seq"]) * float(row["global_batch"])
-        key = (str(row["model"]), int(row["depth_of"]), int(row["depth_used"]), round(math.log2(tokens)))
+        key = (str(row["model"]), int(row["depth_of"]), int(row["depth_used"]), _size_class(row))
         cells = groups.setdefault(key, {})
         point = (str(row["view"]), row_label(row), int(row["seq"]))
         superseded += point in cells
@@ -139,9 +152,7 @@ def _span(values: Sequence[float]) -> str:
     return low if low == high else f"{low}–{high}"
 
 
-def draw_metric(
-    metric: Metric, panels: Sequence[Panel], rows: Sequence[Record], key: tuple[str, str, str], superseded: int
-) -> Figure:
+def draw_metric(metric: Metric, panels: Sequence[Panel], rows: Sequence[Record], key: Key, superseded: int) -> Figure:
     """Rows of panels are models, columns are views."""
     views = list(dict.fromkeys(str(row["view"]) for row in rows))
     pairs = list(dict.fromkeys((str(row["system"]), row_label(row)) for row in rows))
@@ -163,7 +174,8 @@ def draw_metric(
             if column == 0:
                 axes.set_ylabel(metric.axis)
     backend, cluster, calibration = key
-    how = f"{ORIGIN[backend]} on {cluster} (calibration {calibration}); systems compare within one view"
+    settings = next((f"; {row['settings']}" for row in rows if row.get("settings")), "")
+    how = f"{ORIGIN[backend]} on {cluster} (calibration {calibration}){settings}; systems compare within one view"
     headline(figure, metric.title, how)
     legend_below_headline(figure, _handles(pairs, colours, marks), columns)
     footer(figure, "\n".join(lines))

@@ -21,6 +21,7 @@ from disagmoe.ops import COMPUTE_KINDS, RECV_STREAMS, SEND_STREAMS, Stream
 from disagmoe.plan.plan import Layout
 from disagmoe.plan.program import Program
 from disagmoe.plan.text import op_token
+from disagmoe.timeline.streams import stream_words
 from disagmoe.timeline.timeline import Timeline
 
 Event = dict[str, object]
@@ -96,6 +97,7 @@ def _names(program: Program, layout: Layout | None, title: str) -> Iterator[Even
     """Names and order of processes (workers) and threads (streams)."""
     present = np.unique(program.worker.astype(np.int64) * len(Stream) + program.stream)
     streams = defaultdict(list)
+    words = stream_words(program)
     for key in present:
         streams[int(key) // len(Stream)].append(Stream(int(key) % len(Stream)))
     for worker in range(program.n_workers):
@@ -107,7 +109,7 @@ def _names(program: Program, layout: Layout | None, title: str) -> Iterator[Even
         yield _meta("process_labels", worker, 0, labels=title)
         yield _meta("process_sort_index", worker, 0, sort_index=worker)
         for stream in streams[worker]:
-            yield _meta("thread_name", worker, int(stream), name=stream.name.lower())
+            yield _meta("thread_name", worker, int(stream), name=words[stream])
             yield _meta("thread_sort_index", worker, int(stream), sort_index=int(stream))
 
 

@@ -20,7 +20,7 @@ from disagmoe.plan.pricing import Pricing
 from disagmoe.plan.program import Program, Row
 from disagmoe.simulator import simulate
 from disagmoe.timeline.timeline import Timeline
-from disagmoe.timeline.trace import write_trace
+from disagmoe.timeline.trace import MAX_SLICES, write_trace
 
 
 def ping(n: int, seconds: float = 1 / 3) -> Timeline:
@@ -72,7 +72,7 @@ def test_slices_names_and_arrows(tmp_path: Path) -> None:
     assert meta["process_name", 2, 1] == {"name": "F0 (16 GPUs)"}
     assert {args["name"] for (what, pid, _), args in meta.items() if (what, pid) == ("thread_name", 2)} == {
         "compute",
-        "recv",
+        "receive",
     }
     starts, ends = events(document, "s"), events(document, "f")
     assert [e["id"] for e in starts] == [e["id"] for e in ends] == [1, 2, 3, 4, 5]
@@ -115,6 +115,26 @@ def test_equal_timelines_are_equal_files(tmp_path: Path) -> None:
     for name in ("a.json.gz", "b.json.gz"):
         write_trace(ping(9), layout(), tmp_path / name, "t")
     assert (tmp_path / "a.json.gz").read_bytes() == (tmp_path / "b.json.gz").read_bytes()
+
+
+def test_the_largest_trace_is_below_50_mb(tmp_path: Path) -> None:
+    """A step of as many slices as are written at most, a third of it transfers with arrows, as a ring has."""
+    n = 2000
+    rows = []
+    for i in range(n):
+        rows += [
+            Row(0, Stream.COMPUTE, Op(Kind.ATTN, Phase.B, 93, 500 + i)),
+            Row(0, Stream.SEND, Op(Kind.DISPATCH, Phase.B, 93, 500 + i), peer=1),
+            Row(1, Stream.RECV, Op(Kind.DISPATCH, Phase.B, 93, 500 + i), peer=0),
+        ]
+    program = Program.from_rows(rows, n_workers=2, n_layers=94, n_microbatches=500 + n)
+    start = 123.456789012 + np.arange(len(program)) * 0.012345678
+    path = tmp_path / "trace.json.gz"
+    write_trace(
+        Timeline(program, start, start + 0.012345678, start - 0.011111111), layout(), path, "comet, native view"
+    )
+    one = len(gzip.decompress(path.read_bytes())) / len(program)
+    assert one * MAX_SLICES < 50e6
 
 
 def test_what_is_left_out_is_said(tmp_path: Path) -> None:

@@ -30,13 +30,13 @@ from .sample import layout, pipeline
 
 def timeline(rows: list[tuple[Row, float, float]], workers: int = 1) -> Timeline:
     """A timeline of rows given in storage order (by worker and stream)."""
-    program = Program.from_rows([row for row, _, _ in rows], n_workers=workers, n_layers=1, n_microbatches=99)
+    program = Program.from_rows([row for row, _, _ in rows], n_workers=workers, n_layers=1, n_microbatches=999)
     start, end = (np.array([times[i] for times in rows], dtype=float) for i in (1, 2))
     return Timeline(program, start, end, start)
 
 
 def compute(phase: Phase, start: float, end: float, stream: Stream = Stream.COMPUTE) -> tuple[Row, float, float]:
-    return Row(0, stream, Op(Kind.ATTN, phase, 0, 0)), start, end
+    return Row(0, stream, Op(Kind.ATTN, phase, 0, int(start))), start, end
 
 
 def test_pairs_of_a_ring_stand_together() -> None:
@@ -75,6 +75,22 @@ def test_excerpt_lies_where_both_passes_run() -> None:
     assert window.end_s - window.start_s == pytest.approx(10.0)
     assert window.start_s >= 99.0
     assert window.end_s <= 121.0
+
+
+def test_chunks_of_an_operation_count_together() -> None:
+    """Operations of one second in four chunks: ten of them are ten seconds."""
+    rows = [
+        (Row(0, Stream.COMPUTE, Op(Kind.FFN, Phase.F, 0, t, chunk)), t + chunk / 4, t + (chunk + 1) / 4)
+        for t in range(100)
+        for chunk in range(4)
+    ]
+    window = excerpt(timeline(rows), slots=10)
+    assert window.end_s - window.start_s == pytest.approx(10.0)
+
+
+def test_chosen_workers_stay_in_the_order_of_the_picture() -> None:
+    placement = layout(("A",) * 3 + ("F",) * 3).placement
+    assert shown_workers(placement, [5, 0, 3]) == [0, 3, 5]
 
 
 def test_excerpt_without_backward_is_the_busiest() -> None:

@@ -89,17 +89,29 @@ def test_files_per_cluster_and_equal_bytes(tmp_path: Path) -> None:
     assert [path.name for path in made[0]] == [
         f"by_sequence_{metric}_simulate_{cluster}_h800.{suffix}"
         for cluster in ("h100_128", "h800_128")
-        for metric in ("speedup", "exposed", "stall")
+        for metric in ("speedup", "exposed", "bubble", "stall")
         for suffix in ("png", "svg")
     ]
     for first, second in zip(*made, strict=True):
         assert first.read_bytes() == second.read_bytes()
 
 
+def test_batches_and_settings_have_pictures_of_their_own(tmp_path: Path) -> None:
+    big, skewed = runs(4096), runs(4096)
+    for row in big:
+        row["global_batch"] *= 4
+    for row in skewed:
+        row["settings"] = "skew=2"
+    paths = by_sequence(tmp_path, pd.DataFrame([*runs(4096), *big, *skewed]))
+    stem = "by_sequence_speedup_simulate_h800_128_h800"
+    assert {f"{stem}.png", f"{stem}_33.6M-tokens.png", f"{stem}_skew-2.png"} <= {path.name for path in paths}
+    assert len(paths) == 3 * 8
+
+
 def test_a_frame_read_from_csv_will_do(tmp_path: Path) -> None:
     """Empty cells come back as NaN and counts as floats."""
     pd.DataFrame(runs(4096)).to_csv(tmp_path / "summary.csv", index=False)
-    assert len(by_sequence(tmp_path, pd.read_csv(tmp_path / "summary.csv"))) == 6
+    assert len(by_sequence(tmp_path, pd.read_csv(tmp_path / "summary.csv"))) == 8
 
 
 def test_missing_columns_are_named(tmp_path: Path) -> None:

@@ -1,0 +1,62 @@
+"""What a study asks: kinds, axes, models, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from bench.study import AXES, study_from_mapping
+from disagmoe.specs import load_model
+from tests.bench.helpers import CONF, config
+
+TINY = load_model("tiny")
+
+
+def study(**changes: Any) -> Any:
+    return study_from_mapping({"kind": "sensitivity", "axes": {"skew": [1, 1.5]}, **changes}, TINY)
+
+
+def test_axes_come_in_one_order_and_numbers_are_numbers() -> None:
+    made = study(axes={"head": ["next_a"], "skew": [1, 2], "contention_scale": [0], "merge": None})
+    assert made.axes == (("contention_scale", (0.0,)), ("skew", (1.0, 2.0)), ("head", ("next_a",)))
+    assert made.settings("merge") == ()
+
+
+def test_models_beside_the_chosen_one() -> None:
+    assert [model.name for model in study(also=["qwen3", "tiny", "qwen3"]).models] == ["tiny", "qwen3"]
+    assert [model.name for model in study().models] == ["tiny"]
+
+
+@pytest.mark.parametrize("name", ["sensitivity", "paper_claims"])
+def test_shipped_studies_are_valid(name: str) -> None:
+    mapping = yaml.safe_load((CONF / "experiment" / f"{name}.yaml").read_text(encoding="utf-8"))
+    made = study_from_mapping(mapping["study"], load_model("qwen3"))
+    assert [axis for axis, _ in made.axes] == list(AXES[made.kind])
+    assert config(study=mapping["study"]).study is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kind": "guess"}, "study.kind=guess: allowed: sensitivity, claims"),
+        ({"more": 1}, "more"),
+        ({"axes": {"colour": [1]}}, "study.axes.colour: axes of sensitivity: contention_scale, nic"),
+        ({"axes": {"skew": [0.5]}}, "study.axes.skew=[0.5]: allowed: a list of different numbers of at least 1"),
+        ({"axes": {"nic": [0]}}, "factors above 0"),
+        ({"axes": {"nic": [1, 1]}}, "different factors"),
+        ({"axes": {"skew": []}}, "study.axes.skew"),
+        ({"axes": {"skew": [True]}}, "study.axes.skew"),
+        ({"axes": {"merge": ["gpu"]}}, "any of none, rank, node"),
+        ({"axes": {"compute_streams": [3]}}, "any of 2, 1"),
+        ({"kind": "claims", "axes": {"ratio": ["16-10"]}}, "texts like 16:10"),
+        ({"kind": "claims", "axes": {"top_k": [0]}}, "positive integers"),
+        ({"also": ["nobody"]}, "nobody"),
+    ],
+)
+def test_refusals(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        study(**changes)
+    assert words in str(refusal.value)
+    assert "\n" not in str(refusal.value)
