@@ -44,9 +44,11 @@ def colocated_candidates(
     """(EP, pp, virtual stages, micro-batch) with EP dividing the data ranks of a stage."""
     world, layers = problem.cluster.gpus, problem.model.layers
     placeable = False
+    if pp is not None and group is not None and group < pp:
+        raise NotApplicable(f"group={group} micro-batches per virtual stage: at least pp={pp} are needed")
     for ep in expert_parallel_sizes(problem):
         depths = [d for d in range(1, min(world, layers) + 1) if world % d == 0 and (world // d) % ep == 0]
-        for depth in [d for d in depths if pp in (None, d)]:
+        for depth in [d for d in depths if pp in (None, d) and (group is None or group >= d)]:
             placeable = True
             virtuals = [v for v in VIRTUAL_STAGES if v * depth <= layers and (depth > 1 or v == 1)]
             for v in (virtual,) if virtual else virtuals:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from importlib.metadata import entry_points
+from math import isfinite
 
 from baselines.comet import Comet
 from baselines.dualpipe import DualPipe, DualPipeV
@@ -69,10 +70,34 @@ def system_options(name: str) -> tuple[str, ...]:
 
 
 def get_system(name: str, **options: object) -> System:
-    """Make a system with the user's options. Raises ValueError for an unknown name or option."""
+    """Make a system with the user's options. Raises ValueError for an unknown name, option or kind of value."""
     cls = system_class(name)
     allowed = system_options(name)
-    for key in options:
+    kinds = {f.name: _kinds(f.type) for f in fields(cls)}  # type: ignore[arg-type]
+    for key, value in options.items():
         if key not in allowed:
             raise ValueError(f"unknown option {key!r} of system {name}: allowed are {', '.join(allowed) or 'none'}")
+        if set(kinds[key]) <= set(_KINDS) and not any(_KINDS[kind][1](value) for kind in kinds[key]):
+            words = " or ".join(_KINDS[kind][0] for kind in kinds[key])
+            raise ValueError(f"{name} {key}={value!r}: allowed is {words}")
     return cls(**options)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+_KINDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
+    "int": ("a positive integer", lambda v: isinstance(v, int) and not isinstance(v, bool) and v > 0),
+    "float": ("a number", _is_number),
+    "str": ("a word", lambda v: isinstance(v, str)),
+    "bool": ("true or false", lambda v: isinstance(v, bool)),
+    "None": ("null", lambda v: v is None),
+}
+"""What a user may give for a field of this type, in words and as a check; other types are left to the system."""
+
+
+def _kinds(annotation: object) -> tuple[str, ...]:
+    """The parts of a field's type ("int | None" -> int, None), which is text or a type."""
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    return tuple(part.strip() for part in text.split("|"))

@@ -81,6 +81,8 @@ class DisagMoE:
         cluster = problem.cluster
         if cluster.gpus < 2:
             raise NotApplicable(f"needs at least 2 GPUs for disaggregation, the cluster has {cluster.gpus}")
+        if self.p is not None and self.p > problem.model.layers:
+            raise NotApplicable(f"p={self.p} groups of each pool: at most one per layer, {problem.model.layers} here")
         sizes = self._expert_sizes(problem)
         # An EP size that was asked for is kept wherever it fits; a free one is all one tier.
         for tier, tried in enumerate([sizes] if problem.ep is None else [[n] for n in sizes]):

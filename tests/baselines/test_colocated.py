@@ -126,3 +126,10 @@ def beside_s(timeline: Timeline) -> float:
             if last > first:
                 total += float(done[last] - done[first])
     return total
+
+
+def test_a_group_smaller_than_the_pipeline_is_refused_or_skipped() -> None:
+    pr = problem("tiny", small_cluster(nodes=1), ep=2)
+    with pytest.raises(NotApplicable, match="group=2 micro-batches per virtual stage: at least pp=4 are needed"):
+        list(Megatron1F1B(pp=4, group=2).candidates(pr))
+    assert {c["pp"] for c in Megatron1F1B(group=2).candidates(pr)} == {1, 2}

@@ -332,3 +332,8 @@ def test_shared_nodes_on_a_cluster() -> None:
 def test_wrong_options_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DisagMoE(**options)  # type: ignore[arg-type]
+
+
+def test_more_groups_than_layers_are_refused() -> None:
+    with pytest.raises(NotApplicable, match="p=5 groups of each pool: at most one per layer, 4 here"):
+        list(DisagMoE(p=5, n=1).candidates(problem("tiny", ep=1)))
