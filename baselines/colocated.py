@@ -22,12 +22,28 @@ from disagmoe.plan.plan import Batch, Layout, Placement, Worker
 from disagmoe.plan.pricing import LayoutCosts
 from disagmoe.plan.program import Program
 from disagmoe.plan.split import interleaved_ranks, split_layers
-from disagmoe.system import Candidate, NotApplicable, Problem, recompute_of
+from disagmoe.system import RECOMPUTE_LEVELS, SELECTIVE_LEVELS, Candidate, NotApplicable, Problem, recompute_of
 
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 MICRO_BATCHES = (1, 2, 4, 8)
 AUTO_EP = (8, 16, 32, 64)
 """EP sizes tried where the tuner may choose; within a node up to eight nodes."""
+
+
+REPLAYS: dict[str, tuple[Candidate, ...]] = {
+    "exposed": RECOMPUTE_LEVELS,
+    "hidden": (*SELECTIVE_LEVELS, {"recompute": "full", "recompute_combine": "never"}),
+}
+"""Recompute levels of the overlapping systems by their option `replay`. "exposed" is Megatron-Core's: a layer is
+repeated as a whole before its backward (https://github.com/NVIDIA/Megatron-LM/pull/6311). "hidden" leaves out the
+repeat of the combine, so that the repeat overlaps with the other micro-batch (see `plan/pairs.py`)."""
+
+
+def replay_levels(name: str, replay: str) -> tuple[Candidate, ...]:
+    """Levels of one system's option `replay`. ValueError names what is allowed."""
+    if replay not in REPLAYS:
+        raise ValueError(f"{name} replay={replay!r}: allowed are {', '.join(REPLAYS)}")
+    return REPLAYS[replay]
 
 
 def expert_parallel_sizes(problem: Problem) -> tuple[int, ...]:

@@ -14,16 +14,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import ClassVar
 
-from baselines.colocated import expert_parallel_sizes, loads_s, micro_batches, pipeline_workers, stages_of
+from baselines.colocated import (
+    expert_parallel_sizes,
+    loads_s,
+    micro_batches,
+    pipeline_workers,
+    replay_levels,
+    stages_of,
+)
 from disagmoe.cost.recompute import Recompute
 from disagmoe.plan.dualpipe import dualpipe_program, dualpipe_stages, dualpipev_program, dualpipev_stages
 from disagmoe.plan.plan import Batch, Layout, Placement
 from disagmoe.plan.program import Program
 from disagmoe.plan.split import split_layers
 from disagmoe.plan.units import Stages
-from disagmoe.system import RECOMPUTE_LEVELS, Candidate, NotApplicable, Problem, Variant, recompute_of
+from disagmoe.system import Candidate, NotApplicable, Problem, Variant, recompute_of
 
 
 @dataclass(frozen=True)
@@ -31,20 +37,27 @@ class DualPipe:
     """Options of the planner; None lets the tuner choose.
 
     `pp` is the number of pipeline ranks, which must be even. `p2p_exposed`: ranks
-    wait for pipeline transfers between units, as the open code does.
+    wait for pipeline transfers between units, as the open code does. `replay`: how
+    full recompute runs (see `colocated.REPLAYS`).
     """
 
     pp: int | None = None
     p2p_exposed: bool = False
+    replay: str = "exposed"
 
     name: str = "dualpipe"
     native_transport: str = "nccl"
-    recompute_levels: ClassVar[tuple[Candidate, ...]] = RECOMPUTE_LEVELS
 
     def __post_init__(self) -> None:
         _check_options(self.name, self.pp, self.p2p_exposed)
+        replay_levels(self.name, self.replay)
         if self.pp is not None and self.pp % 2:
             raise ValueError(f"dualpipe pp={self.pp}: DualPipe needs an even number of pipeline ranks")
+
+    @property
+    def recompute_levels(self) -> tuple[Candidate, ...]:
+        """Nothing, selective, full."""
+        return replay_levels(self.name, self.replay)
 
     def variants(self) -> tuple[Variant, ...]:
         """In the native view a second row on DeepEP, which DeepSeek's own runs used."""
@@ -77,18 +90,24 @@ class DualPipeV:
     """Options of the planner; None lets the tuner choose.
 
     `pp` is the number of pipeline ranks, each with two of the 2 pp stages.
-    `p2p_exposed` as in DualPipe.
+    `p2p_exposed` and `replay` as in DualPipe.
     """
 
     pp: int | None = None
     p2p_exposed: bool = False
+    replay: str = "exposed"
 
     name: str = "dualpipe_v"
     native_transport: str = "nccl"
-    recompute_levels: ClassVar[tuple[Candidate, ...]] = RECOMPUTE_LEVELS
 
     def __post_init__(self) -> None:
         _check_options(self.name, self.pp, self.p2p_exposed)
+        replay_levels(self.name, self.replay)
+
+    @property
+    def recompute_levels(self) -> tuple[Candidate, ...]:
+        """Nothing, selective, full."""
+        return replay_levels(self.name, self.replay)
 
     def candidates(self, problem: Problem) -> Iterable[Candidate]:
         """Any pp with two stages per rank, and at least 2 pp micro-batches."""

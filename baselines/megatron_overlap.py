@@ -13,31 +13,45 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
-from baselines.colocated import colocated_candidates, colocated_layout, expert_parallel_sizes, stages_of
+from baselines.colocated import (
+    colocated_candidates,
+    colocated_layout,
+    expert_parallel_sizes,
+    replay_levels,
+    stages_of,
+)
 from disagmoe.cost.recompute import Recompute
 from disagmoe.plan.combined import combined_program, combined_warmup
 from disagmoe.plan.orders import groups
 from disagmoe.plan.plan import Layout
 from disagmoe.plan.program import Program
-from disagmoe.system import RECOMPUTE_LEVELS, Candidate, NotApplicable, Problem
+from disagmoe.system import Candidate, NotApplicable, Problem
 
 
 @dataclass(frozen=True)
 class Megatron1F1BOverlap:
     """Options of the planner; None lets the tuner choose.
 
-    `group` is microbatch_group_size_per_vp_stage (default pp).
+    `group` is microbatch_group_size_per_vp_stage (default pp), `replay` how full
+    recompute runs (see `colocated.REPLAYS`).
     """
 
     pp: int | None = None
     virtual: int | None = None
     group: int | None = None
+    replay: str = "exposed"
 
     name: str = "megatron_1f1b_overlap"
     native_transport: str = "nccl"
-    recompute_levels: ClassVar[tuple[Candidate, ...]] = RECOMPUTE_LEVELS
+
+    def __post_init__(self) -> None:
+        replay_levels(self.name, self.replay)
+
+    @property
+    def recompute_levels(self) -> tuple[Candidate, ...]:
+        """Nothing, selective, full."""
+        return replay_levels(self.name, self.replay)
 
     def candidates(self, problem: Problem) -> Iterable[Candidate]:
         """Those of interleaved 1F1B with pp = 1 or virtual > 1."""

@@ -18,8 +18,9 @@ shared experts, dense MLPs), and is one of
 Fully recomputed experts need their tokens again: `resend` dispatches them once
 more (nothing but the layer's input is kept anywhere, Megatron's full recompute),
 `keep` keeps the rows that arrived. Megatron's checkpointed layer repeats its
-combine too, as it is one function; a disaggregated layer does not, since no
-backward needs what a combine returns.
+combine too, as it is one function (`combine` = "again"); a disaggregated layer
+does not, since no backward needs what a combine returns, and a colocated one may
+leave it out ("never").
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from disagmoe.ops import Kind
 
 MODES = ("none", "selective", "full")
 TOKENS = ("resend", "keep")
+COMBINES = ("again", "never")
 MODULES = ("layernorm", "moe_act", "mla_up_proj")
 """What `selective` drops, by Megatron-Core's names."""
 
@@ -43,12 +45,14 @@ class Recompute:
     ffn: str = "none"
     tokens: str = "resend"
     modules: tuple[str, ...] = MODULES
+    combine: str = "again"
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
             ("recompute of attention", self.attention, MODES),
             ("recompute of the FFN", self.ffn, MODES),
             ("tokens of recomputed experts", self.tokens, TOKENS),
+            ("combine of recomputed experts", self.combine, COMBINES),
         ):
             if value not in allowed:
                 raise ValueError(f"{name}={value!r}: allowed are {', '.join(allowed)}")
@@ -60,13 +64,15 @@ class Recompute:
         """The policy in a Layout's options.
 
         `recompute` holds for both components, `recompute_attention` and
-        `recompute_ffn` for one; `recompute_tokens` is "resend" or "keep".
+        `recompute_ffn` for one; `recompute_tokens` is "resend" or "keep", and
+        `recompute_combine` "again" or "never".
         """
         both = str(options.get("recompute", "none"))
         return cls(
             attention=str(options.get("recompute_attention", both)),
             ffn=str(options.get("recompute_ffn", both)),
             tokens=str(options.get("recompute_tokens", "resend")),
+            combine=str(options.get("recompute_combine", "again")),
         )
 
     @property
@@ -80,7 +86,7 @@ class Recompute:
             Kind.ATTN: self.attention == "full",
             Kind.DISPATCH: self.resends,
             Kind.FFN: self.ffn == "full",
-            Kind.COMBINE: self.resends and not disaggregated,
+            Kind.COMBINE: self.resends and self.combine == "again" and not disaggregated,
         }
         return frozenset(kind for kind, wanted in again.items() if wanted)
 

@@ -31,7 +31,7 @@ def small(global_batch: int = 128, **settings: object) -> Problem:
 def test_both_are_registered_systems() -> None:
     assert get_system("dualpipe", pp=4, p2p_exposed=True) == DualPipe(pp=4, p2p_exposed=True)
     assert get_system("dualpipe_v") == DualPipeV()
-    assert system_options("dualpipe") == system_options("dualpipe_v") == ("pp", "p2p_exposed")
+    assert system_options("dualpipe") == system_options("dualpipe_v") == ("pp", "p2p_exposed", "replay")
     for system in (DualPipe(), DualPipeV()):
         assert isinstance(system, System)
 

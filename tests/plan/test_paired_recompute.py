@@ -25,7 +25,7 @@ from disagmoe.system import Candidate, recompute_levels
 from tests.problems import problem, small_cluster
 
 WHOLE = Recompute("full", "full").repeated(disaggregated=False)
-NO_COMBINE = frozenset({Kind.ATTN, Kind.DISPATCH, Kind.FFN})
+NO_COMBINE = Recompute("full", "full", combine="never").repeated(disaggregated=False)
 KEPT = Recompute("full", "full", tokens="keep").repeated(disaggregated=False)
 POLICIES = (WHOLE, NO_COMBINE, KEPT, frozenset({Kind.FFN}), frozenset({Kind.ATTN}))
 
@@ -199,3 +199,32 @@ def test_full_recompute_takes_longer_and_holds_less(name: str) -> None:
     assert steps[2] - steps[0] > 0.5 * redone > 0.0
     assert peaks[0] > peaks[1] > peaks[2]
     assert peaks[2] < 0.6 * peaks[0]
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_a_hidden_replay_is_faster_than_an_exposed_one(name: str) -> None:
+    """The same compute; the exchange of the repeat, and C_b behind it, no longer stand alone."""
+    pr = problem("deepseek_moe_16b", small_cluster(nodes=4), ep=16, seq=8192, global_batch=192)
+    steps, worked = [], []
+    for replay in ("exposed", "hidden"):
+        system = get_system(name, replay=replay)
+        layout = system.layout(pr, {**CANDIDATES[name], "ep": 16, **recompute_levels(system)[-1]})
+        program = system.program(pr, layout)
+        verify(program, recompute=Recompute.of(layout.options).repeated(disaggregated=False))
+        peak_gib(layout, program, pr.model, pr.workload)  # the policy and the Program agree
+        pricing = price(layout, program, pr.costs)
+        steps.append(simulate(program, pricing).step_s)
+        worked.append(pricing.duration_s[program.stream == int(Stream.COMPUTE)].sum())
+    assert worked[0] == pytest.approx(worked[1], rel=1e-12)
+    assert steps[1] < 0.97 * steps[0]
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_an_unknown_replay_is_one_line(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} replay='late': allowed are exposed, hidden"):
+        get_system(name, replay="late")
+
+
+def test_an_unknown_combine_is_one_line() -> None:
+    with pytest.raises(ValueError, match="combine of recomputed experts='late': allowed are again, never"):
+        Recompute.of({"recompute": "full", "recompute_combine": "late"})
