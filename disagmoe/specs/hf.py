@@ -143,7 +143,8 @@ def _windows(reader: _Reader, family: str, layers: int) -> dict[str, object]:
     """Sliding windows by layer: from layer_types where given, otherwise by the family's rule."""
     default = GPT_OSS_WINDOW if family == "gpt_oss" and "sliding_window" not in reader.config else 0
     tokens = reader.integer("sliding_window", default=default)
-    if not reader.flag("use_sliding_window", default=True):
+    # Qwen3MoeConfig has windows switched off by default; the other families have no such switch.
+    if not reader.flag("use_sliding_window", default=family != "qwen3_moe" or reader.has("layer_types")):
         return {}
     if reader.has("layer_types"):
         windowed = _windowed_types(reader, layers)

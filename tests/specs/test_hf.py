@@ -63,6 +63,17 @@ def test_mixtral_window_covers_all_layers() -> None:
     assert model.windowed_layers == tuple(range(32))
 
 
+def test_qwen3_windows_only_where_it_is_told_to() -> None:
+    """use_sliding_window is false in Qwen3MoeConfig unless given; layer types say it layer by layer."""
+    width = without(TINY, "use_sliding_window") | {"sliding_window": 1024}
+    assert from_hf_config(width, "x").windowed_layers == ()
+    assert from_hf_config(width | {"use_sliding_window": False}, "x").windowed_layers == ()
+    assert from_hf_config(width | {"use_sliding_window": True}, "x").windowed_layers == (0, 1, 2, 3)
+    mixed = width | {"layer_types": ["full_attention", "sliding_attention"] * 2}
+    assert from_hf_config(mixed, "x").windowed_layers == (1, 3)
+    assert from_hf_config(mixed, "x").window(1) == 1024
+
+
 def test_dense_layers_of_every_family() -> None:
     qwen = TINY | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
     assert from_hf_config(qwen, "x").dense_layers == (0, 2, 3)
