@@ -233,7 +233,7 @@ def test_small_and_odd_hardware_reads_well() -> None:
     assert "1 node × 8 laptop devices with 1 × 64 Gbit/s NIC each" in flat
     assert "1.23 M parameters total" in flat
     assert "parameters active" not in flat
-    assert "routing skew 1.5 (max/mean expert load), stragglers worker 3 × 1.2" in flat
+    assert "routing skew 1.5 (max/mean expert load), stragglers GPU 3 × 1.2" in flat
 
 
 def test_large_negative_reductions_stay_short() -> None:
