@@ -24,7 +24,7 @@ COMMON = $(call override_of,CLUSTER,cluster) $(if $(strip $(SYSTEMS)),'systems=[
 	$(call override_of,TRANSPORT,transport) $(call override_of,CALIBRATION,calibration) \
 	$(call override_of,BACKEND,backend) $(call override_of,IMPL,impl) $(ARGS)
 
-.PHONY: help bench sweep example collect train test test-slow lint microbench clean
+.PHONY: help bench advise sweep example collect train test test-slow lint microbench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -34,6 +34,9 @@ help: ## this list
 
 bench: $(VENV)/.core ## compare the systems: make bench MODEL=qwen3 SEQ=32k
 	@$(PY) -m bench $(OVERRIDES)
+
+advise: $(VENV)/.core ## does disaggregation pay: make advise MODEL=qwen3 SEQ=32k (SEQ=4k,32k ARGS=nic_gbit=100,400: a map)
+	@$(PY) -m bench.advise $(OVERRIDES)
 
 sweep: $(VENV)/.core ## three models at four sequence lengths (tables only), then the summary
 	@status=0; \
