@@ -39,7 +39,7 @@ from disagmoe.cost.model import CostModel
 from disagmoe.system import Candidate, NotApplicable, Problem, System, variants_of
 
 RING_CHOICES: Mapping[str, tuple[str | int | float, ...]] = {
-    "order": ("megatron", "comm_stage"),
+    "order": ("comm_stage", "megatron"),
     "compute_streams": (2, 1),
 }
 """What an allocation does not decide: keys of a candidate and the values tried, where the planner has them."""
@@ -190,9 +190,12 @@ def _split(system: System, problem: Problem, fixed: Mapping[str, Any], settings:
     sizes = sizes_of(fixed)
     try:
         free = allocate(problem, sizes=sizes, memory=lambda shape: (0.0, 0.0), settings=settings)
-        seed = allocate(problem, sizes=sizes, memory=weigh.bound, check=weigh.whole, settings=settings)
     except Infeasible as reason:
         return Split(None, None, None, None, None, 0, None, str(reason))
+    try:
+        seed = allocate(problem, sizes=sizes, memory=weigh.bound, check=weigh.whole, settings=settings)
+    except Infeasible as reason:
+        return Split(None, None, None, None, None, 0, free, str(reason))
     even_s = _even(system, problem, defaults, settings, weigh)
     start, seed_s = _start(system, problem, seed, defaults)
     if start is None:

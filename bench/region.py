@@ -9,7 +9,11 @@ batch (or the batch that was given). Every point is evaluated like a run.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping, Sequence
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import product
@@ -21,8 +25,6 @@ from bench.evaluate import evaluate
 from disagmoe.specs import ClusterSpec, default_global_batch
 
 SYSTEMS = ("megatron_1f1b", "tutel", "disagmoe")
-BUDGET = 8
-"""Plans timed per tuning round at a point."""
 AXES: Mapping[str, str] = {
     "seq": "sequence length [tokens]",
     "nics_per_gpu": "NICs per GPU",
@@ -71,17 +73,31 @@ class Region:
         return sum(isinstance(line["gain"], float) and line["gain"] < 1.0 for line in self.lines)
 
 
-def region(config: RunConfig, axes: Mapping[str, Sequence[float]], report: Report | None = None) -> Region:
-    """Evaluate every point of up to three axes. Raises ValueError where a point cannot be."""
+def region(
+    config: RunConfig, axes: Mapping[str, Sequence[float]], report: Report | None = None, workers: int | None = None
+) -> Region:
+    """Evaluate every point of up to three axes, `workers` at a time (default: one per CPU).
+
+    Raises ValueError where a point cannot be.
+    """
     tell = report or (lambda text: None)
     names = [name for name in AXES if name in axes]
     view = config.views[0]
     points = [dict(zip(names, values, strict=True)) for values in product(*(axes[name] for name in names))]
-    configs = [at_point(config, point) for point in points]  # a mistake shows before anything runs
+    jobs = [(at_point(config, point), point, view) for point in points]  # a mistake shows before anything runs
+    workers = min(workers or os.cpu_count() or 1, len(jobs))
     lines = []
-    for number, (point, where) in enumerate(zip(points, configs, strict=True), 1):
-        tell(f"point {number} of {len(points)}")
-        lines.append(_line(where, point, view))
+    with ExitStack() as stack:
+        if workers == 1:
+            results: Iterator[dict[str, object]] = map(_line, jobs)
+        else:  # spawned, not forked: a progress bar may be drawing from a thread
+            context = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(ProcessPoolExecutor(workers, mp_context=context))
+            stack.callback(pool.shutdown, wait=True, cancel_futures=True)
+            results = pool.map(_line, jobs)
+        for number, line in enumerate(results, 1):
+            tell(f"point {number} of {len(jobs)}")
+            lines.append(line)
     return _region(config, axes, names, view, lines)
 
 
@@ -110,11 +126,11 @@ def at_point(config: RunConfig, point: Point) -> RunConfig:
         systems=tuple(name for name in SYSTEMS if name in config.systems or name == SYSTEMS[0]),
         system_options={k: v for k, v in config.system_options.items() if k in SYSTEMS},
         views=config.views[:1],
-        budget=min(config.budget, BUDGET),
     )
 
 
-def _line(config: RunConfig, point: Point, view: str) -> dict[str, object]:
+def _line(job: tuple[RunConfig, Point, str]) -> dict[str, object]:
+    config, point, view = job
     evaluation = evaluate(config)
     own, colocated, reference, why = best_of(evaluation, view)
     plan = {} if own is None else own["plan"]
@@ -167,7 +183,7 @@ def _region(
         maps=tuple(maps),
         lines=tuple(lines),
         subtitle=f"{config.model.title} · {config.cluster.name} varied · {how}",
-        footer=f"Gain = step of the best colocated system ÷ step of disagmoe; {systems}, {BUDGET} plans a round.\n"
+        footer=f"Gain = step of the best colocated system ÷ step of disagmoe; {systems}, each tuned.\n"
         "Above 1 (blue) disaggregation pays; the line is break-even, interpolated between points.",
     )
 

@@ -47,9 +47,6 @@ def print_advice(advice: Advice, written: Sequence[Path], file: TextIO | None = 
 def _parts(advice: Advice, written: Sequence[Path]) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(_question(advice), style="bold"), Text(_setting(advice), style="dim")]
     parts.append(_views_table(advice.views))
-    for view in advice.views:
-        if view.own is None:
-            parts.append(Text(f" {view.view}: no disaggregated plan: {_cut(view.why_not, WIDTH - 40)}"))
     named = len(advice.views) > 1
     for view in advice.views:
         parts += [Padding(Text(line), (0, 0, 0, 1)) for line in _view_lines(view, named)]
@@ -117,10 +114,12 @@ def _times(value: float | None) -> str:
 
 def _view_lines(view: ViewAdvice, named: bool) -> list[str]:
     """Split, what binds and the way to the split: four lines at most."""
-    if view.own is None:
-        return []
-    plan = view.own["plan"]
     label = f"{view.view}: " if named else ""
+    if view.own is None:
+        lines = [f"{label}no disaggregated plan: {view.why_not}"]
+        lines += _split_lines(view.split, None) if view.split is not None else []
+        return [_cut(line, WIDTH - 2) for line in lines]
+    plan = view.own["plan"]
     rates = f"{plan['A_nic_gbs_per_gpu']:.4g} and {plan['F_nic_gbs_per_gpu']:.4g} GB/s per GPU"
     lines = [
         f"{label}split A:F = {plan['A_gpus']}:{plan['F_gpus']} GPUs (groups {plan['A:F']}, p = {plan['p']}, "
@@ -144,22 +143,32 @@ def _binds(view: ViewAdvice) -> str:
     return f"{binds}, and memory" if view.split is not None and view.split.memory_binds else binds
 
 
-def _split_lines(split: Split, tuned_s: float) -> list[str]:
+def _split_lines(split: Split, tuned_s: float | None) -> list[str]:
     if split.seed is None:
-        return [f"program: {split.why}"]
+        lines = [f"program: {split.why}"]
+        if split.free is not None:
+            lines.append(f"memory: without a limit it would take {_sizes(split.free)}, at least {_time(split.free)}")
+        return lines
     seed = split.seed
     way = [("even split", split.even_s), ("program", split.seed_s), ("local search", split.found_s), ("tuner", tuned_s)]
     best = min((s for _, s in way if s is not None), default=inf)
     steps = " → ".join(f"{name} {_seconds(s, best)}" for name, s in way)
     lines = [f"way to it: {steps}; {split.trials} timed"]
-    bound = f"{seed.attention.gpus}:{seed.expert.gpus}, {seed.binds}, at least {seed.bottleneck_s:.4g} s, {seed.status}"
+    bound = f"{_sizes(seed)}, {seed.binds}, at least {_time(seed)}, {seed.status}"
     lines.append(f"program: {bound}" + (f"; {seed.notes[0]}" if seed.notes else ""))
     if split.memory_binds and split.free is not None:
-        free = split.free
-        faster = 1.0 - free.bottleneck_s / seed.bottleneck_s
-        where = f"{free.attention.gpus}:{free.expert.gpus}"
-        lines.append(f"memory: without a limit {where} would need {faster:.0%} less time; {_memory_words(seed, free)}")
+        faster = 1.0 - split.free.bottleneck_s / seed.bottleneck_s
+        words = _memory_words(seed, split.free)
+        lines.append(f"memory: without a limit {_sizes(split.free)} would need {faster:.0%} less time; {words}")
     return lines
+
+
+def _sizes(plan: Allocation) -> str:
+    return f"{plan.attention.gpus}:{plan.expert.gpus}"
+
+
+def _time(plan: Allocation) -> str:
+    return f"{plan.bottleneck_s:.4g} s"
 
 
 def _memory_words(seed: Allocation, free: Allocation) -> str:

@@ -170,7 +170,9 @@ def _heat(axes: Axes, part: Map, colours: LinearSegmentedColormap, norm: TwoSlop
     for y, line in enumerate(part.gains):
         for x, gain in enumerate(line):
             text, dark = (part.reasons[y][x], False) if gain is None else (f"{gain:.2f}×", abs(norm(gain) - 0.5) > 0.33)
-            axes.annotate(text, (x, y), ha="center", va="center", fontsize=8.5, color="white" if dark else INK)
+            axes.annotate(
+                text, (x, y), ha="center", va="center", fontsize=8.5, color="white" if dark else INK, zorder=5
+            )
     _break_even(axes, grid)
     axes.set_xticks(range(len(part.x_values)), [_tick(region.x_name, v) for v in part.x_values])
     axes.set_yticks(range(len(part.y_values)), [_tick(region.y_name, v) for v in part.y_values])

@@ -17,7 +17,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from disagmoe.plan.memory_report import peak_gib
+from disagmoe.plan.memory_report import lower_bound_gib, peak_gib
 from disagmoe.plan.plan import Plan
 from disagmoe.system import Candidate, NotApplicable, Problem, System, recompute_levels
 
@@ -27,6 +27,8 @@ Point = tuple[Value, ...]
 
 DEFAULT_RADIUS = 2
 DEFAULT_TRIALS = 64
+POINTS_PER_TRIAL = 4
+"""Points looked at per trial: where hardly any fits in memory the search ends, too."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def local_search(
     while moved:
         moved = False
         for point in _shuffled(space.ball(centre, radius), order):
-            if search.timed > trials:
+            if search.timed > trials or len(search.attempts) > POINTS_PER_TRIAL * trials:
                 break
             if search.attempt(point):
                 if on_trial is not None:
@@ -178,9 +180,7 @@ class _Search:
         self.problem = problem
         self.step = step
         self.space = space
-        self.needed_gib = needed_gib or (
-            lambda plan: peak_gib(plan.layout, plan.program, problem.model, problem.workload)
-        )
+        self.needed_gib = needed_gib
         self.peak = peak
         self.attempts: list[Attempt] = []
         self.best: Point | None = None
@@ -212,18 +212,20 @@ class _Search:
 
     def _with(self, point: Point, start: Attempt) -> Attempt:
         """Plan, weigh and time one candidate of a point."""
-        try:
-            layout = self.system.layout(self.problem, start.candidate or {})
-            plan = Plan(layout, self.system.program(self.problem, layout))
-        except NotApplicable as reason:
-            return replace(start, outcome="not placeable", reason=str(reason))
-        limit = self.problem.cluster.limit_gib
+        model, work, limit = self.problem.model, self.problem.workload, self.problem.cluster.limit_gib
 
         def too_large(needed: float) -> Attempt:
             reason = f"needs {needed:.1f} GiB, {limit:.1f} available"
             return replace(start, outcome="memory", reason=reason, needed_gib=needed)
 
-        needed = self.needed_gib(plan)
+        try:
+            layout = self.system.layout(self.problem, start.candidate or {})
+            if self.needed_gib is None and (least := lower_bound_gib(layout, model, work)) > limit:
+                return too_large(least)  # no program of it would fit
+            plan = Plan(layout, self.system.program(self.problem, layout))
+        except NotApplicable as reason:
+            return replace(start, outcome="not placeable", reason=str(reason))
+        needed = peak_gib(layout, plan.program, model, work) if self.needed_gib is None else self.needed_gib(plan)
         if needed > limit:
             return too_large(needed)
         seconds = self.step(plan)

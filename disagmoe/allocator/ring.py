@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from math import ceil, inf
 
@@ -75,6 +76,7 @@ class RingMemory:
         self.static = static_memory_of(problem)
         self.levels = recompute_levels(system)
         self.rules = RULES if problem.cluster.nodes > 1 else ("shared_nodes",)
+        self._whole = cache(self._peaks)
 
     def bound(self, shape: Shape) -> tuple[float, float]:
         """Weights, gradients and optimizer, and one micro-batch in flight with the most recompute."""
@@ -89,27 +91,45 @@ class RingMemory:
             least = min(least, lower_bound_gib(layout, self.problem.model, self.problem.workload))
             if least <= self.problem.cluster.limit_gib:
                 break
-        # The bound is that of the fullest GPU: it is in the pool that holds more.
-        return (least, fixed[1]) if fixed[0] > fixed[1] else (fixed[0], least)
+        return self._of_fullest(shape, least)
 
     def whole(self, shape: Shape) -> tuple[float, float]:
         """Peaks of both pools over the order of the planner's program."""
-        least = (inf, inf)
+        return self._whole(shape)
+
+    def _peaks(self, shape: Shape) -> tuple[float, float]:
         limit = self.problem.cluster.limit_gib
-        for extra, depths in product(self.levels, (GROUPS[-1], GROUPS[0])):
-            layout = self._layout(shape, extra, depths)
-            if layout is None:
-                return self.static(shape)
-            try:
-                program = self.system.program(self.problem, layout)
-            except NotApplicable:
-                continue
-            report = memory_report(layout, program, self.problem.model, self.problem.workload)
-            peaks = [max(w.peak_gib for w in report.workers if w.pool == pool) for pool in "AF"]
-            least = min(least, (peaks[0], peaks[1]), key=max)
-            if max(least) <= limit:
-                break
+        choices = list(product(self.levels, (GROUPS[-1], GROUPS[0])))
+        least = self._peaks_of(shape, *choices[-1])  # the most recompute and the fewest micro-batches in flight
+        if max(least) > limit:
+            return least
+        for extra, depths in choices[:-1]:
+            peaks = self._peaks_of(shape, extra, depths)
+            if max(peaks) <= limit:
+                return peaks
         return least
+
+    def _peaks_of(self, shape: Shape, extra: Candidate, depths: int) -> tuple[float, float]:
+        """Peaks of both pools under one choice; infinite where there is no such program or none of it could fit."""
+        layout = self._layout(shape, extra, depths)
+        if layout is None:
+            return self.static(shape)
+        model, work = self.problem.model, self.problem.workload
+        least = lower_bound_gib(layout, model, work)
+        if least > self.problem.cluster.limit_gib:
+            return self._of_fullest(shape, least)
+        try:
+            program = self.system.program(self.problem, layout)
+        except NotApplicable:
+            return inf, inf
+        report = memory_report(layout, program, model, work)
+        first, second = (max(w.peak_gib for w in report.workers if w.pool == pool) for pool in "AF")
+        return first, second
+
+    def _of_fullest(self, shape: Shape, gib: float) -> tuple[float, float]:
+        """What is known of the fullest GPU only belongs to the pool that holds more parameters."""
+        fixed = self.static(shape)
+        return (gib, fixed[1]) if fixed[0] > fixed[1] else (fixed[0], gib)
 
     def _layout(self, shape: Shape, extra: Candidate, depths: int = GROUPS[-1]) -> Layout | None:
         for rule in self.rules:
