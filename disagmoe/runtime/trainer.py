@@ -91,6 +91,7 @@ class Trainer:
         if course.folder is not None:
             self.checkpoints = Checkpoints(course.folder / "checkpoints", self.runner, identity, keep=course.keep)
         self._flops = train_flops_per_token(spec, cut.seq)
+        self._peak_tflops = device(course.peak_device).peak_bf16_tflops if course.peak_device else None
         self._offset_s = clock_offset_s(context)
 
     def run(self) -> list[StepMetrics]:
@@ -174,10 +175,14 @@ class Trainer:
         )
 
     def _mfu(self, tokens_per_s: float) -> float | None:
-        if self.course.peak_device is None:
+        if self._peak_tflops is None:
             return None
-        peak = device(self.course.peak_device).peak_bf16_tflops
-        return mfu(tokens_per_s / self.context.world_size, self._flops, peak)
+        try:
+            return mfu(tokens_per_s / self.context.world_size, self._flops, self._peak_tflops)
+        except ValueError as reason:  # above 1: no figure at all rather than a wrong one
+            self._say(f"warning: no MFU is reported, peak={self.course.peak_device} cannot be right: {reason}")
+            self._peak_tflops = None
+            return None
 
 
 def _fingerprint(spec: ModelSpec) -> str:
