@@ -91,16 +91,15 @@ class DisagMoE:
                 yield from self._extremes(problem, split)
 
     def _extremes(self, problem: Problem, split: Candidate) -> Iterator[Candidate]:
-        """The form of a split that is the fastest as a rule, and the one that holds the least.
+        """The forms of a split that are the fastest as a rule, and the one that holds the least.
 
         Among the warm-ups, a slot for every transfer loses least where it is not the
         best; on one stream only one operation's temporaries exist at a time.
         """
         groups = self._groups(problem, split)
-        streams = (self.compute_streams,) * 2 if self.compute_streams else STREAMS
-        orders = (self.order,) * 2 if self.order else ORDERS[::-1]
-        for group, order, compute_streams in zip((groups[0], groups[-1]), orders, streams, strict=True):
-            yield {**split, "order": order, "group": group, "compute_streams": compute_streams}
+        fast, lean = (self.order,) * 2 if self.order else (ORDERS[-1], ORDERS[0])
+        for group, order, streams in ((groups[0], fast, 2), (groups[0], fast, 1), (groups[-1], lean, 1)):
+            yield {**split, "order": order, "group": group, "compute_streams": self.compute_streams or streams}
 
     def _of_size(self, problem: Problem, n: int) -> Iterator[Candidate]:
         for rule, shape in self._shapes(problem, n):

@@ -18,6 +18,7 @@ from disagmoe.system import NotApplicable, Problem
 from disagmoe.systems import DisagMoE
 from tests.problems import problem, small_cluster
 
+FORM = ("order", "group", "compute_streams")
 EXCHANGE = (int(Kind.DISPATCH), int(Kind.COMBINE), int(Kind.P2P))
 
 
@@ -116,16 +117,15 @@ def test_free_expert_parallelism_is_never_slower() -> None:
     assert best(free) <= best(asked)
 
 
-@pytest.mark.parametrize(("model", "most"), [("qwen3", 300), ("deepseek_moe", 300), ("gpt_oss", 300)])
+@pytest.mark.parametrize(("model", "most"), [("qwen3", 150), ("deepseek_moe", 150), ("gpt_oss", 150)])
 @pytest.mark.parametrize("ep", [16, None])
 def test_the_search_space_stays_small(model: str, most: int, ep: int | None) -> None:
-    """Splits looked at on 128 GPUs before anything is refined, per EP size where one is asked for."""
+    """Splits looked at on 128 GPUs, in three forms each, per EP size where one is asked for."""
     pr = problem(model, "h800_128", global_batch=2048, ep=ep)
     found = [c for c in DisagMoE().candidates(pr) if c["tier"] == 0]
-    assert 0 < len(found) <= most
+    splits = {tuple(sorted((k, v) for k, v in c.items() if k not in FORM)) for c in found}
+    assert 0 < len(splits) <= most and len(found) == 3 * len(splits)
     assert ep is None or {c["nics"] for c in found} == {"halves", "own", "shared_nodes"}
-    keys = [tuple(sorted(c.items())) for c in found]
-    assert len(set(keys)) == len(keys)
 
 
 def test_attention_gpus_that_would_only_fill_up_the_last_micro_batch_stay_out() -> None:
@@ -171,7 +171,7 @@ def test_compute_streams_are_planned_and_printed(streams: int) -> None:
 def test_two_streams_are_the_paper_s_form_and_one_is_tried() -> None:
     pr = problem("tiny", small_cluster(nodes=2), seq=512, global_batch=64, ep=4)
     found = list(DisagMoE().candidates(pr))
-    assert [c["compute_streams"] for c in found] == [2, 1] * (len(found) // 2)  # fastest and leanest form of a split
+    assert [c["compute_streams"] for c in found] == [2, 1, 1] * (len(found) // 3)  # the fast form twice, the lean one
     assert all(c["compute_streams"] == 2 for c in DisagMoE(compute_streams=2).candidates(pr))
     assert DisagMoE().layout(pr, candidate(p=1, m=4, n=4)).details["compute_streams"] == 2
 
