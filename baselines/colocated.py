@@ -9,7 +9,7 @@ as load, so that no baseline loses to an unlucky split.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import ceil
 
 from disagmoe.cost.comet import TileSplit
@@ -18,6 +18,7 @@ from disagmoe.cost.recompute import Recompute
 from disagmoe.ops import Kind, Phase
 from disagmoe.plan.bounds import layer_times_s
 from disagmoe.plan.colocated import colocated_program
+from disagmoe.plan.orders import grouped_table, groups, warmup
 from disagmoe.plan.plan import Batch, Layout, Placement, Worker
 from disagmoe.plan.pricing import LayoutCosts
 from disagmoe.plan.program import Program
@@ -147,6 +148,7 @@ def colocated_layout(
                 "virtual": v,
                 "group": group,
                 "stages": ",".join(str(len(s)) for s in stages),
+                "in_flight_P0": _in_flight(p, v, batch.microbatches, group, [len(s) for s in stages]),
                 **recompute,
             },
             details={
@@ -206,6 +208,14 @@ def loads_s(layout: Layout, costs: CostModel, *, overlap: bool = False) -> tuple
         of_kind = {layer: sum(times.values()) for layer, times in layer_times_s(prices).items()}
     layers = [of_kind[first] for first in costs.like]
     return layers, seconds(Kind.HEAD), seconds(Kind.EMBED)
+
+
+def _in_flight(p: int, v: int, m: int, group: int, layers: Sequence[int]) -> int:
+    """Layers of all micro-batches that the first rank holds when its first backward starts."""
+    sizes = groups(m, p, group)
+    chunk, _ = grouped_table(v, sizes)
+    forwards = min(warmup(p, v, 0, max(sizes), m * v) + 1, m * v)
+    return sum(layers[int(c) * p] for c in chunk[:forwards])
 
 
 def stages_of(layout: Layout) -> tuple[tuple[int, ...], ...]:

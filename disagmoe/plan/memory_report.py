@@ -168,7 +168,7 @@ def lower_bound_gib(
     Every schedule passes through a moment at which a micro-batch has run all its
     forwards and none of its backwards, so every worker holds what its layers keep.
     A system that knows more says so in the option `in_flight_<worker>`: the layers
-    that its order makes this worker of its own (one side of a layer) hold at once.
+    (of a pool's worker, its side of them) that its order makes this worker hold at once.
     """
     policy = Recompute.of(layout.options)
     static = static_memory(layout, model, recipe=_recipe(workload.optimizer if optimizer is None else optimizer))
@@ -180,12 +180,16 @@ def lower_bound_gib(
     most = 0.0
     for index, (fixed, of) in enumerate(zip(static, nbytes, strict=True)):
         kept, least, once = 0.0, float("inf"), 0.0
-        for side, mode in enumerate((policy.attention, policy.ffn)):
-            for kind in (0, 1):
-                op = of.layers[kind].attention if side == 0 else of.layers[kind].ffn
-                layers, each = float(counts[side, kind, index]), op.kept if mode == "full" else op.saved
-                kept, once = kept + layers * each, once + layers
-                least = min(least, each) if layers else least
+        for kind in (0, 1):
+            there = counts[:, kind, index]
+            sides = (
+                of.layers[kind].attention.kept if policy.attention == "full" else of.layers[kind].attention.saved,
+                of.layers[kind].ffn.kept if policy.ffn == "full" else of.layers[kind].ffn.saved,
+            )
+            whole = sum(each for each, layers in zip(sides, there, strict=True) if layers)
+            kept += sum(each * float(layers) for each, layers in zip(sides, there, strict=True))
+            once += float(there.max())
+            least = min(least, whole) if there.any() else least
         # A planner may know how many layers its order makes a worker hold at once.
         at_once = float(layout.options.get(f"in_flight_{layout.placement.workers[index].name}", once))
         if at_once > once > 0.0:

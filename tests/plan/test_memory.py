@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from baselines import get_system
 from baselines.megatron import Megatron1F1B
 from disagmoe.plan.memory import (
     GEMM_WORKSPACE_BYTES,
@@ -16,7 +17,9 @@ from disagmoe.plan.memory import (
     static_memory,
     workspace_bytes,
 )
+from disagmoe.plan.memory_report import lower_bound_gib, peak_gib
 from disagmoe.specs import parameters
+from disagmoe.system import NotApplicable, recompute_levels
 from disagmoe.systems import DisagMoE
 from tests.problems import problem
 
@@ -107,3 +110,21 @@ def test_precision_aware_states_take_half() -> None:
     assert light.optimizer_gib == pytest.approx(full.optimizer_gib / 2)
     assert (light.weights_gib, light.gradients_gib) == (full.weights_gib, full.gradients_gib)
     assert sum(full.parts.values()) == full.total_gib
+
+
+@pytest.mark.parametrize("name", ["megatron_1f1b", "megatron_1f1b_overlap", "tutel", "disagmoe"])
+def test_no_program_needs_less_than_the_bound(name: str) -> None:
+    system = get_system(name)
+    pr = problem("gpt_oss_20b", ep=8, global_batch=128, transport="m2n_rdma", merge="node")
+    checked = 0
+    for candidate in list(system.candidates(pr))[::7]:
+        for extra in recompute_levels(system):
+            try:
+                layout = system.layout(pr, {**candidate, **extra})
+                program = system.program(pr, layout)
+            except NotApplicable:
+                continue
+            bound = lower_bound_gib(layout, pr.model, pr.workload)
+            assert bound <= peak_gib(layout, program, pr.model, pr.workload) * (1 + 1e-12), (candidate, extra)
+            checked += 1
+    assert checked > 10
