@@ -180,7 +180,7 @@ class _Pricer:
         ffn = cache(lambda kind: self._ffn_s(kind, shape))
         own = {
             layers: (
-                sum(self._attention(kind, shape.micro_batch) * k for kind, k in layers),
+                sum(self._attention(kind, shape.micro_batch, shape.n) * k for kind, k in layers),
                 sum(ffn(kind) * k for kind, k in layers),
             )
             for layers in dict.fromkeys(self._layers(shape.p))
@@ -210,9 +210,10 @@ class _Pricer:
             groups.append(tuple((kind, mine.count(kind)) for kind in dict.fromkeys(mine)))
         return groups
 
-    def _attention_s(self, kind: LayerKind, sequences: int) -> float:
-        layer = self._example[kind]
-        return sum(self.problem.costs.attention(layer, phase, float(sequences)) for phase in (Phase.F, Phase.B))
+    def _attention_s(self, kind: LayerKind, sequences: int, n: int) -> float:
+        layer, costs = self._example[kind], self.problem.costs
+        packed = costs.copy_work(self.problem.merge, n).packed
+        return sum(costs.attention(layer, phase, float(sequences), packed=packed) for phase in (Phase.F, Phase.B))
 
     def _ffn_s(self, kind: LayerKind, shape: Shape) -> float:
         """Forward and backward of one layer on the fullest expert GPU."""
@@ -221,8 +222,17 @@ class _Pricer:
         local = local_experts(problem.model, shape.n)
         imbalance = local * shape.n / problem.model.experts * problem.workload.skew
         rows = home * problem.model.top_k * imbalance if kind[0] else 0.0
+        copies = problem.costs.copy_work(problem.merge, shape.n)
         return sum(
-            problem.costs.ffn(self._example[kind], phase, home_tokens=home, rows=rows, local_experts=float(local))
+            problem.costs.ffn(
+                self._example[kind],
+                phase,
+                home_tokens=home,
+                rows=rows,
+                local_experts=float(local),
+                returned=copies.returned,
+                normed=home * (copies.received(imbalance) if kind[0] else 1.0),
+            )
             for phase in (Phase.F, Phase.B)
         )
 
@@ -275,7 +285,7 @@ class _Pricer:
         rate = self.problem.cluster.nic_gbs_per_gpu()
         total, longest = 0.0, 0.0
         for kind in self.kinds[: shape.p]:
-            parts = (self._attention(kind, shape.micro_batch), ffn(kind))
+            parts = (self._attention(kind, shape.micro_batch, shape.n), ffn(kind))
             copies = "experts" if kind[0] else "one"
             moved = max(
                 self._sends(shape.micro_batch, 1, shape.n, 0, rate, copies),

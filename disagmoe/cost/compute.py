@@ -139,19 +139,22 @@ def mlp(hidden: int, width: int, rows: float, groups: float = 1.0, use: str = "d
     return [Gemm(rows, hidden, 2 * width, groups, use), Gemm(rows, width, hidden, groups, use)]
 
 
-def attention_pointwise(model: ModelSpec, moe: bool, tokens: float) -> list[float]:
+def attention_pointwise(model: ModelSpec, moe: bool, tokens: float, packed: float | None = None) -> list[float]:
     """Forward HBM bytes of the memory-bound kernels around one attention block.
 
     Two norms (read and write), rotary embedding and query-key norm over the
     heads, residual add; in a MoE layer also the router's softmax and top-k in
-    fp32 and the permutation of a token into its top-k copies.
+    fp32 and the permutation of a token into `packed` copies (None: top-k) for the
+    exchange; a kernel that reads tokens in place needs none (0).
     """
     heads = model.heads * model.qk_dim + (0 if model.mla is not None else model.kv_heads * model.head_dim)
     sizes = [2.0 * model.hidden, 2.0 * model.hidden, 2.0 * heads, 3.0 * model.hidden]
     if model.qk_norm:
         sizes.append(2.0 * heads)
     if moe:
-        sizes += [2.0 * FP32 * model.experts / BF16, (1.0 + model.top_k) * model.hidden]
+        sizes.append(2.0 * FP32 * model.experts / BF16)
+        copies = float(model.top_k) if packed is None else packed
+        sizes += [(1.0 + copies) * model.hidden] if copies else []
     return [size * BF16 * tokens for size in sizes]
 
 
@@ -189,9 +192,14 @@ def dropped_attention(
     return gemms, nbytes
 
 
-def home_pointwise(model: ModelSpec, moe: bool, tokens: float) -> list[float]:
-    """Forward HBM bytes on a token's home rank: sum of its copies and the residual add."""
-    copies = model.top_k if moe else 1
+def norm_bytes(model: ModelSpec, rows: float) -> float:
+    """Forward HBM bytes of one norm over the hidden dimension."""
+    return 2.0 * model.hidden * BF16 * rows
+
+
+def home_pointwise(model: ModelSpec, moe: bool, tokens: float, returned: float | None = None) -> list[float]:
+    """Forward HBM bytes on a token's home rank: sum of the `returned` copies (None: top-k) and the residual add."""
+    copies = (model.top_k if returned is None else returned) if moe else 1
     width = model.shared_width if moe else model.dense_width
     sizes = [(copies + 2.0) * model.hidden]
     if width:

@@ -1,4 +1,4 @@
-"""How many distinct ranks or nodes the experts of one token lie on.
+"""How many distinct ranks or nodes the experts of one token lie on, and who handles how many copies of it.
 
 Decides how far copies of a token can be merged. Routing is taken as uniform over
 the experts, or, for models that route within the best `topk_group` of `n_group`
@@ -11,8 +11,9 @@ hypergeometric counting.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
-from math import comb
+from math import comb, inf
 
 
 @cache
@@ -46,3 +47,34 @@ def _uniform(experts: int, top_k: int, units: int) -> float:
 def _missed(total: int, block: int, drawn: int) -> float:
     """Probability that `drawn` of `total` without replacement all miss a block of `block`."""
     return comb(max(total - block, 0), drawn) / comb(total, drawn)
+
+
+@dataclass(frozen=True)
+class CopyWork:
+    """Rows per token that kernels around an exchange touch.
+
+    `packed` are written before it, `returned` have to be summed up after it,
+    `arriving` are received by all ranks together, at most `most`.
+    """
+
+    packed: float
+    returned: float
+    arriving: float
+    most: float
+
+    def received(self, load: float) -> float:
+        """Rows per token on a rank with `load` times the mean, as if every rank had as many."""
+        return min(self.arriving * load, self.most)
+
+
+def copy_work(merge: str, top_k: int, ranks: int, on_ranks: float) -> CopyWork:
+    """Where copies are not merged, or merged per rank, each is laid out in a send buffer and comes back by itself.
+
+    Kernels that merge per node read tokens where they are and return their sum
+    (https://github.com/deepseek-ai/DeepEP, csrc/kernels/internode.cu).
+    """
+    if merge == "none":
+        return CopyWork(packed=top_k, returned=top_k, arriving=top_k, most=inf)
+    if merge == "rank":
+        return CopyWork(packed=on_ranks, returned=on_ranks, arriving=on_ranks, most=ranks)
+    return CopyWork(packed=0.0, returned=1.0, arriving=on_ranks, most=ranks)

@@ -12,7 +12,7 @@ from functools import cache
 from disagmoe.cost import compute as work
 from disagmoe.cost.calibration import TRANSPORTS, Calibration, Contention
 from disagmoe.cost.compute import BF16, Compute, Gemm
-from disagmoe.cost.copies import distinct_units
+from disagmoe.cost.copies import CopyWork, copy_work, distinct_units
 from disagmoe.cost.network import Copies, GpuGroup, Network, Transfer, check_merge, colocated_copies
 from disagmoe.cost.recompute import Recompute
 from disagmoe.ops import Phase
@@ -47,18 +47,34 @@ class CostModel:
             total += self._compute.seconds([self._compute.pointwise(nbytes)]) if nbytes else 0.0
         return total
 
-    def attention(self, layer: int, phase: Phase, sequences: float) -> float:
-        """Norms, projections, rotary, scores, residual, router and permutation of `sequences` sequences."""
-        return self._attention(self.model.is_moe(layer), self.model.window(layer), phase, float(sequences))
+    def attention(self, layer: int, phase: Phase, sequences: float, *, packed: float | None = None) -> float:
+        """Norms, projections, rotary, scores, residual, router and permutation of `sequences` sequences.
 
-    def ffn(self, layer: int, phase: Phase, *, home_tokens: float, rows: float, local_experts: float) -> float:
+        `packed` is how many copies of a token the exchange wants laid out (None: top-k; see `copy_work`).
+        """
+        return self._attention(self.model.is_moe(layer), self.model.window(layer), phase, float(sequences), packed)
+
+    def ffn(
+        self,
+        layer: int,
+        phase: Phase,
+        *,
+        home_tokens: float,
+        rows: float,
+        local_experts: float,
+        returned: float | None = None,
+        normed: float = 0.0,
+    ) -> float:
         """Experts on `rows` token-expert rows over `local_experts` experts, and what home ranks do.
 
         `rows` includes imbalance (0 in a dense layer). `home_tokens` are the
         tokens whose shared expert or dense MLP, sum of copies and residual this
-        GPU computes.
+        GPU computes; `returned` is how many copies of a token the exchange leaves to
+        sum up (None: top-k; see `copy_work`). `normed` rows arrive without the norm
+        before the experts and get it here.
         """
-        return self._ffn(self.model.is_moe(layer), phase, float(home_tokens), float(rows), float(local_experts))
+        given = (float(home_tokens), float(rows), float(local_experts), returned, float(normed))
+        return self._ffn(self.model.is_moe(layer), phase, *given)
 
     def attention_redone(self, layer: int, sequences: float, recompute: Recompute) -> float:
         """What selective recompute repeats inside the backward of one attention block (nothing for other modes)."""
@@ -237,6 +253,11 @@ class CostModel:
         m = self.model
         return distinct_units(m.experts, m.top_k, units, m.n_group, m.topk_group)
 
+    def copy_work(self, merge: str, ranks: int) -> CopyWork:
+        """What kernels around an exchange with the experts on `ranks` ranks do with copies of a token."""
+        check_merge(merge)
+        return copy_work(merge, self.model.top_k, ranks, self.distinct(ranks))
+
     def _alike(self) -> tuple[int, ...]:
         first: dict[tuple[bool, int | None], int] = {}
         layers = range(self.model.layers)
@@ -244,11 +265,13 @@ class CostModel:
 
     # What the caches hold.
 
-    def _attention_s(self, moe: bool, window: int | None, phase: Phase, sequences: float) -> float:
+    def _attention_s(
+        self, moe: bool, window: int | None, phase: Phase, sequences: float, packed: float | None
+    ) -> float:
         seq = self.workload.seq
         tokens = sequences * seq
         gemms = work.projections(self.model, moe, tokens)
-        pointwise = work.attention_pointwise(self.model, moe, tokens)
+        pointwise = work.attention_pointwise(self.model, moe, tokens, packed)
         total = 0.0
         for part in work.phases(phase):
             total += self._block_s(gemms, pointwise, part)
@@ -256,14 +279,23 @@ class CostModel:
                 total += self._compute.seconds([self._compute.scores(self.model, window, seq, sequences, part)])
         return total
 
-    def _ffn_s(self, moe: bool, phase: Phase, home_tokens: float, rows: float, local_experts: float) -> float:
+    def _ffn_s(
+        self,
+        moe: bool,
+        phase: Phase,
+        home_tokens: float,
+        rows: float,
+        local_experts: float,
+        returned: float | None,
+        normed: float,
+    ) -> float:
         m = self.model
         gemms: list[Gemm] = []
-        pointwise: list[float] = []
+        pointwise = [work.norm_bytes(m, normed)] if normed > 0.0 else []
         if home_tokens > 0.0:
             width = m.shared_width if moe else m.dense_width
             gemms += work.mlp(m.hidden, width, home_tokens) if width else []
-            pointwise += work.home_pointwise(m, moe, home_tokens)
+            pointwise += work.home_pointwise(m, moe, home_tokens, returned)
         if rows > 0.0:
             if not (moe and local_experts > 0.0):
                 raise ValueError(f"{rows:g} expert rows need a MoE layer and at least one local expert")

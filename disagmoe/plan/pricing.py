@@ -98,6 +98,8 @@ class LayoutCosts:
         # The fullest rank holds ceil(E/ep) experts.
         self.imbalance = experts * layout.ep / self.model.experts * self.load
         self.local_experts = experts
+        in_place = layout.tiles is not None and layout.tiles.gather  # an all-gather and a reduce-scatter
+        self.copies = costs.copy_work("node" if in_place else layout.merge, layout.ep)
         self.recompute = Recompute.of(layout.options)
         self.tiles: Callable[[Phase], TileCosts] = cache(lambda phase: layer_tiles(self, phase))
         # Layers of one kind share their prices: (MoE?, window) is all that differs between them.
@@ -153,7 +155,7 @@ class LayoutCosts:
         if kind is Kind.ATTN:
             sequences = float(self.layout.batch.sequences)
             redone = self.costs.attention_redone(layer, sequences, self.recompute) if phase in _BACKWARD else 0.0
-            return _compute(self.costs.attention(layer, phase, sequences) + redone)
+            return _compute(self.costs.attention(layer, phase, sequences, packed=self.copies.packed) + redone)
         if kind is Kind.FFN:
             return _compute(self._ffn(layer, phase, moe))
         if kind is Kind.P2P and placement.disaggregated:
@@ -178,8 +180,17 @@ class LayoutCosts:
         chunks = self.layout.chunks if moe else 1
         home = self.tokens * self._spread(worker)
         rows = home * self.model.top_k * self.imbalance if moe else 0.0
+        normed = 0.0  # where experts are apart, they norm what they receive: the router's norm stays with attention
+        if self.layout.placement.disaggregated:
+            normed = home * (self.copies.received(self.imbalance) if moe else 1.0)
         seconds = self.costs.ffn(
-            layer, phase, home_tokens=home / chunks, rows=rows / chunks, local_experts=float(self.local_experts)
+            layer,
+            phase,
+            home_tokens=home / chunks,
+            rows=rows / chunks,
+            local_experts=float(self.local_experts),
+            returned=self.copies.returned,
+            normed=normed / chunks,
         )
         return seconds + (self.costs.experts_redone(rows / chunks, self.recompute) if phase in _BACKWARD else 0.0)
 

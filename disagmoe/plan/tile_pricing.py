@@ -21,7 +21,14 @@ def layer_tiles(prices: LayoutCosts, phase: Phase) -> TileCosts:
     if split is None:
         raise ValueError(f"the layout of {layout.system} has no tiles")
     nic_gbs, nodes = layout.placement.workers[0].nic_gbs, prices.ep_nodes()
-    home_s = costs.ffn(prices.moe_layer, phase, home_tokens=prices.tokens, rows=0.0, local_experts=0.0)
+    home_s = costs.ffn(
+        prices.moe_layer,
+        phase,
+        home_tokens=prices.tokens,
+        rows=0.0,
+        local_experts=0.0,
+        returned=prices.copies.returned,
+    )
     rows = prices.tokens * costs.model.top_k * prices.imbalance
     if split.gather:
         both = costs.gathered(tokens=prices.tokens, ep=layout.ep, nic_gbs=nic_gbs, volume_factor=max(1.0, prices.load))

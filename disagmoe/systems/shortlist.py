@@ -52,7 +52,7 @@ class _Estimate:
         sequences = int(candidate["micro_batch"])
         count = ceil(self.problem.workload.global_batch / (sequences * int(candidate["dp"]) * m))
         home_tokens = sequences * self.problem.workload.seq * m / n
-        return count * max(self._attention_s(sequences), self._experts_s(home_tokens, n)) / p
+        return count * max(self._attention_s(sequences, n), self._experts_s(home_tokens, n)) / p
 
     def gib(self, candidate: Candidate) -> float:
         """Static memory of the fullest GPU of either pool, the layers taken as spread evenly."""
@@ -62,16 +62,30 @@ class _Estimate:
         experts = ceil(self.problem.model.experts / n) * self.expert_params * (held + OPTIMIZER_BYTES / dp)
         return max(attention, experts) / p / GIB
 
-    def _attention(self, sequences: int) -> float:
+    def _attention(self, sequences: int, n: int) -> float:
         costs = self.problem.costs
-        return sum(costs.attention(layer, phase, sequences) for layer in self.layers for phase in (Phase.F, Phase.B))
+        packed = costs.copy_work(self.problem.merge, n).packed
+        return sum(
+            costs.attention(layer, phase, sequences, packed=packed)
+            for layer in self.layers
+            for phase in (Phase.F, Phase.B)
+        )
 
     def _experts(self, home_tokens: float, n: int) -> float:
         model, costs = self.problem.model, self.problem.costs
         local = ceil(model.experts / n)
-        rows = home_tokens * model.top_k * local * n / model.experts * self.problem.workload.skew
+        imbalance = local * n / model.experts * self.problem.workload.skew
+        copies = costs.copy_work(self.problem.merge, n)
         return sum(
-            costs.ffn(layer, phase, home_tokens=home_tokens, rows=rows if moe else 0.0, local_experts=float(local))
+            costs.ffn(
+                layer,
+                phase,
+                home_tokens=home_tokens,
+                rows=home_tokens * model.top_k * imbalance if moe else 0.0,
+                local_experts=float(local),
+                returned=copies.returned,
+                normed=home_tokens * (copies.received(imbalance) if moe else 1.0),
+            )
             for layer in self.layers
             for moe in (model.is_moe(layer),)
             for phase in (Phase.F, Phase.B)

@@ -129,7 +129,9 @@ def test_closed_form_of_whole_plans(variant: str, ep: int) -> None:
         arrive = list(np.maximum.accumulate(arrive))
     for phase, whole in ((Phase.F, Phase.F), (Phase.I, Phase.B)):
         up, activation, down = pr.costs.expert_halves(phase, 8.0 * tokens, 128 / ep)
-        home = pr.costs.ffn(0, phase, home_tokens=tokens, rows=0.0, local_experts=0.0) / (up + down)
+        returned = 1.0 if layout.tiles is not None and layout.tiles.gather else 8.0  # a reduce-scatter returns the sum
+        home_s = pr.costs.ffn(0, phase, home_tokens=tokens, rows=0.0, local_experts=0.0, returned=returned)
+        home = home_s / (up + down)
         sms = costs.tiles(phase).comm_sms
         g1, g2 = up * (1 + home), down * (132 / (132 - sms) + home)
         before = np.concatenate([[0], np.cumsum(sources)[:-1]]) / ep
@@ -242,7 +244,7 @@ def test_random_plans_verify_and_keep_their_bound(
 def test_recompute_costs_at_most_what_it_repeats(tokens: str) -> None:
     """One stage, no contention: attention and experts again, with an exchange of their own where tokens are re-sent.
 
-    Kept tokens let the repeat run beside the gradients that arrive meanwhile.
+    With kept tokens the repeat is compute alone, and the backward's exchange comes after it.
     """
     pr = undisturbed(problem("qwen3_30b", global_batch=64))
     again = {**ONE_STAGE, "recompute": "full", "recompute_tokens": tokens}
@@ -254,9 +256,9 @@ def test_recompute_costs_at_most_what_it_repeats(tokens: str) -> None:
     most = attention + (costs.tiles(Phase.F).seconds if tokens == "resend" else experts)
     added = (steps[1] - steps[0]) / (48 * plain.batch.microbatches)
     assert 0.0 < added <= most
-    if tokens == "keep":  # all of the repeat, less the arrivals it covers
+    if tokens == "keep":  # the step may hide more of the gradients' reduction, which shares the link with the arrivals
         arriving = sum(t.seconds for t in costs.tiles(Phase.I).first)
-        assert added >= attention + experts - arriving
+        assert added >= most - arriving
     assert lower_bound_s(redone, pr.costs) <= steps[1] * (1 + 1e-12)
 
 

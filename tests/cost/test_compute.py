@@ -172,3 +172,20 @@ def test_more_work_takes_longer(phase: Phase, tokens: float, more: float, expert
 def test_layers_of_one_kind_share_their_price() -> None:
     model = CostModel(load_model("gpt_oss"), load_cluster("h800_128"), load_calibration("h800"), Workload(4096, 128))
     assert model.attention(0, Phase.F, 1.0) == model.attention(34, Phase.F, 1.0) < model.attention(1, Phase.F, 1.0)
+
+
+def test_copies_and_norm_cost_their_bytes() -> None:
+    """A packed copy is written (2 bytes x hidden), a returned one read; a norm reads and writes its rows."""
+    model, row_s = costs("h800"), 2 * 4096 / HBM
+    packed = [model.attention(0, Phase.F, 1.0, packed=copies) for copies in (0.0, 2.0, 8.0)]
+    assert packed[1] - packed[0] == pytest.approx(3 * 4096 * row_s + LAUNCH)
+    assert packed[2] - packed[1] == pytest.approx(6 * 4096 * row_s)
+    assert packed[2] == model.attention(0, Phase.F, 1.0)
+
+    def experts(phase: Phase, **more: float) -> float:
+        return model.ffn(0, phase, home_tokens=TOKENS, rows=8 * TOKENS, local_experts=8.0, **more)
+
+    assert experts(Phase.F) - experts(Phase.F, returned=1.0) == pytest.approx(7 * TOKENS * row_s)
+    assert experts(Phase.F, normed=100.0) - experts(Phase.F) == pytest.approx(200 * row_s + LAUNCH)
+    assert experts(Phase.I, normed=100.0) - experts(Phase.I) == pytest.approx(300 * row_s + LAUNCH)
+    assert experts(Phase.W, normed=100.0) == experts(Phase.W)

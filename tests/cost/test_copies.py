@@ -1,11 +1,12 @@
 from itertools import combinations
+from math import comb
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagmoe.cost.copies import distinct_units
+from disagmoe.cost.copies import copy_work, distinct_units
 
 
 def brute_force(experts: int, top_k: int, units: int) -> float:
@@ -66,3 +67,13 @@ def test_group_limited_bounds(log_groups: int, log_units: int, topk_group: int, 
 def test_impossible_routing_is_named(experts: int, top_k: int, units: int) -> None:
     with pytest.raises(ValueError, match=f"top-{top_k} of {experts} experts on {units} ranks"):
         distinct_units(experts, top_k, units)
+
+
+def test_copies_that_kernels_handle() -> None:
+    """Top-8 of 128 over 16 ranks: as they are, once per rank (16 x (1 - C(120, 8) / C(128, 8))), or in place."""
+    per_rank = 16 * (1 - comb(120, 8) / comb(128, 8))
+    none, rank, node = (copy_work(merge, 8, 16, per_rank) for merge in ("none", "rank", "node"))
+    assert [(w.packed, w.returned) for w in (none, rank, node)] == [(8, 8), (per_rank, per_rank), (0, 1)]
+    assert [w.received(1.0) for w in (none, rank, node)] == [8, per_rank, per_rank]
+    # A rank receives a token once at most where copies are merged.
+    assert [w.received(3.0) for w in (none, rank, node)] == [24, 16, 16]

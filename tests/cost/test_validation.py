@@ -92,15 +92,21 @@ def test_moe_layers_of_megatron(row: Row) -> None:
     model = costs_of_row("h100", row)
     phase = Phase.F if row["phase"] == "fwd" else Phase.B
     tokens = float(row["tokens"])
+    merge = "none" if row["dispatcher"] == "a2a" else "node"
     ffn = model.ffn(
-        0, phase, home_tokens=tokens, rows=tokens * model.model.top_k, local_experts=model.model.experts / 8
+        0,
+        phase,
+        home_tokens=tokens,
+        rows=tokens * model.model.top_k,
+        local_experts=model.model.experts / 8,
+        returned=model.copy_work(merge, 8).returned,
     )
     transfer = model.all_to_all(
         tokens=tokens,
         ep=8,
         nodes=1,
         transport="nccl",
-        merge="none" if row["dispatcher"] == "a2a" else "node",
+        merge=merge,
         nic_gbs=50.0,
         phase=phase,
         combine=False,

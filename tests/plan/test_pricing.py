@@ -39,7 +39,8 @@ def test_rows_per_expert_rank_follow_the_attention_to_expert_ratio() -> None:
     classic = LayoutCosts(colocated(pr), pr.costs).op(Kind.FFN, Phase.F, layer).seconds
     assert classic == pr.costs.ffn(layer, Phase.F, home_tokens=4096.0, rows=32768.0, local_experts=8.0)
     apart = LayoutCosts(DisagMoE().layout(pr, DISAGGREGATED), pr.costs).op(Kind.FFN, Phase.F, layer).seconds
-    assert apart == pr.costs.ffn(layer, Phase.F, home_tokens=2048.0, rows=16384.0, local_experts=16.0)
+    # Copies as they are arrive without the norm before the experts: each row gets it on the expert GPU.
+    assert apart == pr.costs.ffn(layer, Phase.F, home_tokens=2048.0, rows=16384.0, local_experts=16.0, normed=16384.0)
 
 
 def test_chunks_divide_tokens_and_rows() -> None:
@@ -54,7 +55,7 @@ def test_uneven_experts_and_skew_set_the_busiest_rank() -> None:
     pr = problem("tiny", seq=4096, skew=1.5)
     layout = DisagMoE().layout(pr, {**DISAGGREGATED, "n": 3})
     rows = 4096 * 4 / 3 * 2 * (3 / (8 / 3)) * 1.5
-    expected = pr.costs.ffn(0, Phase.F, home_tokens=4096 * 4 / 3, rows=rows, local_experts=3.0)
+    expected = pr.costs.ffn(0, Phase.F, home_tokens=4096 * 4 / 3, rows=rows, local_experts=3.0, normed=rows)
     assert LayoutCosts(layout, pr.costs).op(Kind.FFN, Phase.F, 0).seconds == pytest.approx(expected, rel=1e-12)
 
 
@@ -163,3 +164,18 @@ def test_a_dense_last_layer_needs_no_combine_before_the_head() -> None:
     for phase in (Phase.F, Phase.B):
         assert prices.op(Kind.COMBINE, phase, last).seconds == 0.0
         assert prices.op(Kind.COMBINE, phase, last - 1).seconds > 0.0
+
+
+def test_kernels_that_merge_per_node_leave_no_copies_to_pack_or_sum() -> None:
+    """M = 4, N = 8: 2048 tokens per expert GPU; each of 8 ranks norms the tokens it gets once."""
+    pr = problem("qwen3_30b", seq=4096, transport="m2n_rdma", merge="node")
+    prices = LayoutCosts(DisagMoE().layout(pr, DISAGGREGATED), pr.costs)
+    assert prices.op(Kind.ATTN, Phase.F, 0).seconds == pr.costs.attention(0, Phase.F, 1.0, packed=0.0)
+    assert prices.op(Kind.FFN, Phase.F, 0).seconds == pr.costs.ffn(
+        0, Phase.F, home_tokens=2048.0, rows=16384.0, local_experts=16.0, returned=1.0,
+        normed=2048.0 * pr.costs.distinct(8),
+    )  # fmt: skip
+    here = LayoutCosts(colocated(pr), pr.costs)  # the norm was done before the exchange
+    assert here.op(Kind.FFN, Phase.F, 0).seconds == pr.costs.ffn(
+        0, Phase.F, home_tokens=4096.0, rows=32768.0, local_experts=8.0, returned=1.0
+    )
