@@ -128,6 +128,7 @@ def start(prepared: Prepared, say: Callable[[str], None]) -> list[StepMetrics]:
     """Run it; the metrics of every step that was run now (of this rank, where others started the processes)."""
     config = prepared.config
     if config.single:
+        torch.set_num_threads(config.threads)
         return train_single(prepared.spec, prepared.options, prepared.source, prepared.course, config.batch, config.seq)
     say(_headline(prepared))
     if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
