@@ -82,6 +82,12 @@ def test_bench_installs_no_torch(checkout: Path) -> None:
     assert install[install.index("--constraint") + 1] == "constraints.txt"
 
 
+def test_train_passes_its_options_on_and_fails_where_training_does(checkout: Path) -> None:
+    assert make(checkout, "train", "MODEL=tiny", "SEQ=1k", "ARGS=preset=text path='a b'").returncode == 0
+    assert calls(checkout)[-1] == ["-m", "disagmoe.train", "model=tiny", "seq=1k", "preset=text", "path=a b"]
+    assert make(checkout, "train", FAIL="2", FAIL_AT="disagmoe.train").returncode != 0
+
+
 @pytest.mark.parametrize("target", ["bench", "sweep", "collect", "test", "test-slow", "lint"])
 def test_a_failing_command_fails_make(checkout: Path, target: str) -> None:
     at = {"collect": "bench.collect", "test": "pytest", "test-slow": "pytest", "lint": "mypy"}.get(target, "bench")
