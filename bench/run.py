@@ -117,7 +117,7 @@ def finished(directory: Path, config: RunConfig) -> Results | None:
 
 def _make(config: RunConfig, identity: Identity, call: Call, target: Path) -> Results:
     """Evaluate and write everything into a directory that appears at once. Returns the record."""
-    from bench import report, tuning  # what is slow to load comes here, off the way to an error message
+    from bench import memory_table, report, tuning  # what is slow to load comes here, off the way to an error message
     from bench.evaluate import evaluate
 
     _say(_announcement(config))
@@ -131,6 +131,7 @@ def _make(config: RunConfig, identity: Identity, call: Call, target: Path) -> Re
             (directory / RESULTS_FILE).write_text(text, encoding="utf-8")
             write_settings(directory, config, call)
             tuning.write_tuning(directory / tuning.FILE, evaluation)
+            memory_table.write_memory_table(directory / memory_table.FILE, evaluation)
             shown = config.artifacts, lambda name: bar(f"report, {name}"), config.selection
             report.write(directory, results, evaluation, *shown)
 

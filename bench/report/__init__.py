@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bench.report.columns import csv_header, records
-from bench.report.facts import Results, row_label
+from bench.report.facts import Results, facts, row_label
 from bench.report.paper import compare
 from bench.report.tables import csv_text, markdown, print_tables
 from bench.selection import WHOLE, Selection
+from disagmoe.plan.memory_report import MemoryReport
 from disagmoe.plan.plan import Layout
 from disagmoe.timeline.timeline import Timeline
 
@@ -38,6 +39,9 @@ class Drawable(Protocol):
 
     @property
     def timeline(self) -> Timeline | None: ...
+
+    @property
+    def memory(self) -> MemoryReport | None: ...
 
 
 class Drawables(Protocol):
@@ -83,8 +87,10 @@ def _pictures(
     # Imported here so that tables need neither matplotlib's start-up time nor the trace writer.
     from bench.report.bars import write_bars
     from bench.report.gantt import write_gantt
+    from bench.report.memory import write_memory
     from disagmoe.timeline.trace import write_trace
 
+    text = facts(results)
     hear("speedup, breakdown")
     paths = write_bars(results, directory)
     for row, outcome in zip(results["rows"], evaluation.outcomes, strict=True):
@@ -97,6 +103,17 @@ def _pictures(
         paths.append(write_gantt(results, row_label(row), view, *drawn))
         trace = directory / f"trace_{stem}.json.gz"
         hear(trace.name)
+        if outcome.memory is not None:
+            hear(f"memory_{stem}.png")
+            paths += write_memory(
+                outcome.memory,
+                directory,
+                stem,
+                # The narrowest picture has room for about 75 characters.
+                subtitle=f"{row_label(row)}, {view} view · {results['model']['name']} · {text.sequence} · {text.where}",
+                limit_gib=float(row["memory_limit_gib"]),
+                device_gib=float(results["cluster"]["memory_gib"]),
+            )
         title = f"{row_label(row)}, {view} view, {outcome.timeline.origin}, {results['model']['name']}"
         write_trace(outcome.timeline, outcome.layout, trace, title, window_s=selection.window_s)
         paths.append(trace)

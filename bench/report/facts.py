@@ -91,9 +91,14 @@ class Facts:
         return f"{self.model} · {self.sequence} · {self.depth} · {self.provenance}"
 
     @property
+    def where(self) -> str:
+        """How and on what, without the calibration."""
+        return f"{self.origin} on {self.cluster}"
+
+    @property
     def provenance(self) -> str:
         """How the numbers came about and on what."""
-        return f"{self.origin} on {self.cluster} (calibration {self.calibration})"
+        return f"{self.where} (calibration {self.calibration})"
 
 
 def facts(results: Results) -> Facts:

@@ -41,6 +41,7 @@ class FakeOutcome:
     layout: None = None
     timeline: None = None
     tuned: None = None
+    memory: None = None
 
 
 @dataclass

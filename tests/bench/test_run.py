@@ -45,7 +45,7 @@ def test_a_run_directory(tmp_path: Path, evaluated: list[RunConfig], capsys: pyt
     assert not outcome.skipped
     assert outcome.failures == ()
     assert outcome.directory.parent == tmp_path / "results"
-    assert names(outcome.directory) == {"results.json", "table.md", "table.csv", "tuning.csv", ".hydra"}
+    assert names(outcome.directory) == {"results.json", "table.md", "table.csv", "tuning.csv", "memory.csv", ".hydra"}
     results = load(outcome.directory)
     assert list(results) == sorted(results)
     assert results["schema"] == "disagmoe.results/1"

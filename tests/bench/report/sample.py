@@ -176,6 +176,7 @@ def row_of(results: dict[str, Any], system: str, view: str = "native") -> dict[s
 class Outcome:
     layout: Layout | None
     timeline: Timeline | None
+    memory: None = None
 
 
 @dataclass(frozen=True)
