@@ -2,7 +2,7 @@
 
 Decides the order of preference, so that every search gives the same answer:
 
-    1. the shortest bottleneck: fill + max(compute A, compute F, NIC A, NIC F)
+    1. the shortest bottleneck: max(compute A, compute F, NIC A, NIC F)
     2. of those as short within TOLERANCE, the fewest GPUs (the highest MFU)
     3. of those, the first Shape (p, dp, n, m, micro-batch)
     4. on nodes taken in a fixed order, later ones idle first
@@ -93,7 +93,6 @@ class Allocation:
     shape: Shape
     attention: PoolShare
     expert: PoolShare
-    fill_s: float
     nodes: tuple[NodeUse | None, ...]
     mode: str
     bound_s: float
@@ -109,8 +108,8 @@ class Allocation:
 
     @property
     def bottleneck_s(self) -> float:
-        """Least step time: fill and the longest part."""
-        return self.fill_s + max(self.parts_s.values())
+        """Least step time: the longest part."""
+        return max(self.parts_s.values())
 
     @property
     def binds(self) -> str:
@@ -137,9 +136,7 @@ def needed_levels(option: Option, limit_s: float, *, strict: bool = False) -> tu
 
     if not kept(option.floor_s):
         return None
-    first, second = (
-        next(i for i, network in enumerate(option.network_s[pool]) if kept(option.fill_s + network)) for pool in (0, 1)
-    )
+    first, second = (next(i for i, network in enumerate(option.network_s[pool]) if kept(network)) for pool in (0, 1))
     return first, second
 
 
@@ -150,8 +147,10 @@ def undominated(among: Sequence[Option]) -> list[Option]:
     """
     ordered = sorted(among, key=lambda o: (o.floor_s, o.shape))
     gpus = np.array([o.shape.gpus for o in ordered]).reshape(-1, 2)
-    parts = [[max(o.compute_s), *o.network_s[0], *o.network_s[1]] for o in ordered]
-    seconds = np.array(parts).reshape(len(ordered), -1) + np.array([[o.fill_s] for o in ordered]).reshape(-1, 1)
+    # A step is the largest of these at the rates chosen, so network that hides behind compute does not count.
+    compute_s = np.array([max(o.compute_s) for o in ordered]).reshape(-1, 1)
+    network_s = np.array([[*o.network_s[0], *o.network_s[1]] for o in ordered]).reshape(len(ordered), -1)
+    seconds = np.maximum(compute_s, network_s)
     kept = np.zeros(len(ordered), dtype=np.int64)
     count = 0
     for i in range(len(ordered)):
@@ -178,7 +177,6 @@ def allocation(model: AllocationModel, choice: Choice) -> Allocation:
         shape=option.shape,
         attention=pools[0],
         expert=pools[1],
-        fill_s=option.fill_s,
         nodes=nodes,
         mode=model.mode,
         bound_s=choice.bound_s,

@@ -20,7 +20,6 @@ def search(model: AllocationModel, notes: tuple[str, ...] = ()) -> Choice:
         raise why_infeasible(model)
     attention_gpus = np.array([option.shape.gpus[0] for option in fitting])
     expert_gpus = np.array([option.shape.gpus[1] for option in fitting])
-    fill_s = np.array([option.fill_s for option in fitting])
     compute_s = np.array([max(option.compute_s) for option in fitting])
     network_s = [np.array([option.network_s[pool] for option in fitting]) for pool in (0, 1)]
     placer = Placer(model.kinds, model.uses)
@@ -30,7 +29,7 @@ def search(model: AllocationModel, notes: tuple[str, ...] = ()) -> Choice:
             beside = placer.frontier((first, second), int(attention_gpus.max()))
             longest = np.maximum(compute_s, np.maximum(network_s[0][:, i], network_s[1][:, j]))
             placed = beside[attention_gpus] >= expert_gpus
-            best_s = np.minimum(best_s, np.where(placed, fill_s + longest, np.inf))
+            best_s = np.minimum(best_s, np.where(placed, longest, np.inf))
     least = float(best_s.min())
     if not np.isfinite(least):
         raise why_infeasible(model)

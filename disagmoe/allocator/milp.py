@@ -6,8 +6,8 @@ rate per pool (one-hot, u), and how many nodes are used in which way (k). Rows:
     each pool's GPUs            sum of k x GPUs of the use = sum of z x GPUs of the option
     nodes, and so NICs          sum of k over the uses of a kind <= its nodes
     slowest member              k > 0 only where the use gives its GPUs at least the rate chosen
-    T >= fill + compute         of either pool
-    T >= fill + network         of either pool at the rate chosen (big-M over rates)
+    T >= compute                of either pool
+    T >= network                of either pool at the rate chosen (big-M over rates)
 
 What memory forbids has no z. The steps are those of `allocation`: the shortest T,
 then the fewest GPUs at that T, then the first shape. A solver's tolerance must not
@@ -144,7 +144,7 @@ class _Search:
         program = _program(self.model, fitting)
         program.real("T")
         for pool in (0, 1):
-            terms = [(("z", o.shape), (o.fill_s + o.compute_s[pool]) / unit) for o in fitting]
+            terms = [(("z", o.shape), o.compute_s[pool] / unit) for o in fitting]
             program.row([*terms, ("T", -1.0)], "<=", 0.0)
             _network_rows(program, self.model, fitting, pool, unit)
         program.row([*((("z", o.shape), o.floor_s / unit) for o in fitting), ("T", -1.0)], "<=", 0.0)
@@ -248,9 +248,9 @@ def _pool_rows(program: IntegerProgram, model: AllocationModel, among: Sequence[
 def _network_rows(
     program: IntegerProgram, model: AllocationModel, among: Sequence[Option], pool: int, unit: float
 ) -> None:
-    """T >= fill + network at level i, unless a faster rate is chosen."""
+    """T >= network at level i, unless a faster rate is chosen."""
     for i in range(len(model.levels[pool])):
-        seconds = [(o.fill_s + o.network_s[pool][i]) / unit for o in among]
+        seconds = [o.network_s[pool][i] / unit for o in among]
         big = max(seconds)
         terms: list[tuple[object, float]] = [(("z", o.shape), s) for o, s in zip(among, seconds, strict=True)]
         slower = [(("u", pool, j), big) for j in range(i + 1)]

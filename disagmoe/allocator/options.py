@@ -4,15 +4,15 @@ A Shape says how deep the ring is (p), how often it is replicated (dp), how many
 GPUs an attention group (m) and an expert group (n) have, and how many sequences a
 micro-batch has. An Option is a Shape with the numbers the allocation weighs:
 
-    compute   the busiest group's own compute in a step, all micro-batches
-    network   the same group's dispatch and combine in one direction, by NIC rate
-    fill      the first micro-batch's way around the ring, which nothing overlaps
+    compute   a group's own compute in a step, and its wait until the first micro-batch has come
+              through the groups before it and the last gradient has gone back through them
+    network   a group's dispatch and combine in one direction, by NIC rate
     memory    GiB of the fullest GPU of either pool
 
-so that a step takes at least fill + the largest of the four. Gradient sync, the
-optimizer and everything a schedule adds are left to the step function of the
-local search. Prices follow disagmoe.plan.pricing; experts of a group lie on as
-few nodes as hold it.
+each for the group of a pool that takes longest, so that no step is shorter than the
+largest of the times. Gradient sync, the optimizer and everything a schedule adds are
+left to the step function of the local search. Prices follow disagmoe.plan.pricing;
+experts of a group lie on as few nodes as hold it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from functools import cache
 from math import ceil
 
 from disagmoe.ops import Phase
-from disagmoe.plan.memory import GIB, GRADIENT_BYTES, OPTIMIZER_BYTES, WEIGHT_BYTES, holdings, local_experts
+from disagmoe.plan.memory import GIB, RECIPES, holdings, local_experts
 from disagmoe.plan.plan import Batch, Layout, Placement, Worker
 from disagmoe.system import Problem
 
@@ -56,14 +56,13 @@ class Option:
     """
 
     shape: Shape
-    fill_s: float
     compute_s: tuple[float, float]
     network_s: tuple[tuple[float, ...], tuple[float, ...]]
     memory_gib: tuple[float, float]
 
     def step_s(self, levels: tuple[int, int]) -> float:
         """Least step time at the given NIC rate levels."""
-        return self.fill_s + max(*self.compute_s, self.network_s[0][levels[0]], self.network_s[1][levels[1]])
+        return max(*self.compute_s, self.network_s[0][levels[0]], self.network_s[1][levels[1]])
 
     @property
     def floor_s(self) -> float:
@@ -187,19 +186,31 @@ class _Pricer:
         }
         embed, head = self._ends(shape.micro_batch, shape.m / shape.n)
         last = (self.problem.model.layers - 1) % shape.p
-        slowdown = work.slowdowns([shape.m] * shape.p + [shape.n] * shape.p, shape.dp)
-        busy = [0.0, 0.0]
+        slowed = work.slowdowns([shape.m] * shape.p + [shape.n] * shape.p, shape.dp)
+        busy, wait = [0.0, 0.0], 0.0
         for group, layers in enumerate(self._layers(shape.p)):
+            kind = self.kinds[group]  # the group's first layer: the way to the next group goes through it
+            moved = self._fastest(shape, kind)
             attention_s = own[layers][0] + (embed if group == 0 else 0.0)
             expert_s = own[layers][1] + (head if group == last else 0.0)
-            busy[0] = max(busy[0], attention_s * slowdown[group])
-            busy[1] = max(busy[1], expert_s * slowdown[shape.p + group])
+            busy[0] = max(busy[0], wait + count * attention_s * slowed[group])
+            wait += self._attention(kind, shape.micro_batch, shape.n) + moved
+            busy[1] = max(busy[1], wait + count * expert_s * slowed[shape.p + group])
+            wait += ffn(kind) + moved
         return Option(
             shape=shape,
-            fill_s=self._fill(shape, ffn),
-            compute_s=(count * busy[0], count * busy[1]),
+            compute_s=(busy[0], busy[1]),
             network_s=(self._network_s(shape, 0, count), self._network_s(shape, 1, count)),
             memory_gib=memory_gib,
+        )
+
+    def _fastest(self, shape: Shape, kind: LayerKind) -> float:
+        """Forward and backward transfer of one layer in one direction with the fastest NICs there are."""
+        copies = "experts" if kind[0] else "one"
+        rates = (self.levels[0][-1], self.levels[1][-1])
+        return max(
+            self._sends(shape.micro_batch, 1, shape.n, 0, rates[0], copies),
+            self._sends(shape.micro_batch, shape.m, shape.n, 1, rates[1], copies),
         )
 
     def _layers_of(self, p: int) -> list[Layers]:
@@ -277,24 +288,6 @@ class _Pricer:
         )
         return sum(transfer.seconds for transfer in transfers)
 
-    def _fill(self, shape: Shape, ffn: Callable[[LayerKind], float]) -> float:
-        """One micro-batch through the first layer of every group and back, without the longest operation.
-
-        Transfers run at an even share of NICs here.
-        """
-        rate = self.problem.cluster.nic_gbs_per_gpu()
-        total, longest = 0.0, 0.0
-        for kind in self.kinds[: shape.p]:
-            parts = (self._attention(kind, shape.micro_batch, shape.n), ffn(kind))
-            copies = "experts" if kind[0] else "one"
-            moved = max(
-                self._sends(shape.micro_batch, 1, shape.n, 0, rate, copies),
-                self._sends(shape.micro_batch, shape.m, shape.n, 1, rate, copies),
-            )
-            total += sum(parts) + 2.0 * moved
-            longest = max(longest, *parts)
-        return total - longest
-
 
 def static_memory_of(problem: Problem) -> MemoryOf:
     """Weights, gradients and optimizer state of the fullest GPU of either pool; activations are not in it."""
@@ -309,9 +302,11 @@ def static_memory_of(problem: Problem) -> MemoryOf:
         pairs = [(h.dense, h.expert) for h in holdings(held(p, n), model)]
         return tuple(pairs[:p]), tuple(pairs[p:])
 
+    recipe = RECIPES[problem.workload.optimizer]
+
     def gib(dense: float, expert: float, dense_ranks: int, expert_ranks: int) -> float:
         sharded = dense / dense_ranks + expert / expert_ranks
-        return ((dense + expert) * (WEIGHT_BYTES + GRADIENT_BYTES) + sharded * OPTIMIZER_BYTES) / GIB
+        return ((dense + expert) * (recipe.weight + recipe.gradient) + sharded * recipe.optimizer) / GIB
 
     def memory(shape: Shape) -> tuple[float, float]:
         attention, expert = parameters(shape.p, shape.n)

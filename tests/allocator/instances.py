@@ -59,7 +59,6 @@ def instances(draw: st.DrawFn, nodes: int = 3, gpus: int = 4) -> Instance:
     options = tuple(
         Option(
             shape=shape,
-            fill_s=draw(seconds),
             compute_s=(draw(seconds), draw(seconds)),
             network_s=(_network(draw(seconds), levels[0]), _network(draw(seconds), levels[1])),
             memory_gib=(draw(st.sampled_from([10.0, 10.0, 10.0, 60.0])), draw(st.sampled_from([10.0, 50.0]))),
@@ -132,7 +131,7 @@ def best_by_hand(instance: Instance) -> tuple[float, Shape] | None:
             if option.shape.gpus != (a, f) or max(option.memory_gib) > LIMIT_GIB:
                 continue
             network = (option.network_s[0][levels[0].index(rate_a)], option.network_s[1][levels[1].index(rate_f)])
-            seconds = option.fill_s + max(*option.compute_s, *network)
+            seconds = max(*option.compute_s, *network)
             times[option.shape] = min(times.get(option.shape, float("inf")), seconds)
     if not times:
         return None

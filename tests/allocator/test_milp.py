@@ -151,7 +151,7 @@ def test_twelve_gpus_in_nodes_of_four(solver: str) -> None:
 def test_a_pool_is_as_fast_as_its_slowest_node() -> None:
     # 8 GPUs / 4 NICs, 4 / 4 and 4 / 2 of 50 GB/s: 25, 50 and 25 GB/s where all GPUs work.
     cluster = cluster_of(NodeGroup(1, 8, 4, 400.0), NodeGroup(1, 4, 4, 400.0), NodeGroup(1, 4, 2, 400.0))
-    option = Option(Shape(1, 1, 4, 12, 1), 0.0, (1.0, 1.0), ((1.0,) * 20, (1.0,) * 20), (1.0, 1.0))
+    option = Option(Shape(1, 1, 4, 12, 1), (1.0, 1.0), ((1.0,) * 20, (1.0,) * 20), (1.0, 1.0))
     from disagmoe.allocator.nodes import node_kinds, node_uses, rate_levels
 
     kinds = node_kinds(cluster)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 
 import pytest
@@ -9,9 +10,10 @@ import pytest
 from disagmoe.allocator.options import Option, Shape, Sizes, options, shapes, static_memory_of
 from disagmoe.ops import Kind, Phase
 from disagmoe.plan.memory import static_memory
-from disagmoe.plan.plan import Layout
-from disagmoe.plan.pricing import LayoutCosts
-from disagmoe.system import Problem
+from disagmoe.plan.plan import Layout, Worker
+from disagmoe.plan.pricing import LayoutCosts, price
+from disagmoe.simulator import simulate
+from disagmoe.system import NotApplicable, Problem
 from disagmoe.systems import DisagMoE
 from tests.problems import problem, small_cluster
 
@@ -37,12 +39,22 @@ def priced(pr: Problem, shape: Shape) -> Option:
     return options(pr, LEVELS, [shape])[0]
 
 
-def planned(pr: Problem, shape: Shape) -> Layout:
-    candidate = {
+def plain_candidate(shape: Shape) -> dict[str, str | int | float]:
+    return {
         "nics": "halves", "p": shape.p, "dp": shape.dp, "m": shape.m, "n": shape.n, "stage_nodes": 0,
         "micro_batch": shape.micro_batch, "order": "megatron", "group": 2 * shape.p, "compute_streams": 1,
     }  # fmt: skip
-    return DisagMoE().layout(pr, candidate)
+
+
+def planned(pr: Problem, shape: Shape) -> Layout:
+    return DisagMoE().layout(pr, plain_candidate(shape))
+
+
+def faster(layout: Layout) -> tuple[Worker, ...]:
+    """The workers with the fastest NICs of LEVELS, a group on as few nodes as hold it."""
+    return tuple(
+        replace(w, nic_gbs=LEVELS[w.pool == "F"][-1], nodes=ceil(w.gpus / 8)) for w in layout.placement.workers
+    )
 
 
 CASES = [
@@ -69,8 +81,18 @@ def test_times_are_those_of_the_plan(model: str, skew: float, shape: Shape) -> N
     attention[0] += op(Kind.EMBED, -1)
     experts = [sum(op(Kind.FFN, layer) for layer in group) for group in groups]
     experts[(pr.model.layers - 1) % shape.p] += op(Kind.HEAD, -1)
-    option = priced(pr, shape)
-    assert option.compute_s == pytest.approx((count * max(attention), count * max(experts)))
+    # A group waits until a micro-batch has been through the groups before it, and for its gradient to go back through
+    # them; NICs are the fastest there are.
+    fast = replace(layout, placement=replace(layout.placement, workers=faster(layout)))
+    moved = [2 * LayoutCosts(fast, pr.costs).op(Kind.DISPATCH, Phase.F, layer).seconds for layer in range(shape.p)]
+    stages = [(op(Kind.ATTN, layer), op(Kind.FFN, layer)) for layer in range(shape.p)]
+    before_a = [sum(a + f + 2 * t for (a, f), t in zip(stages[:g], moved[:g], strict=True)) for g in range(shape.p)]
+    before_f = [before_a[g] + stages[g][0] + moved[g] for g in range(shape.p)]
+    expected = (
+        max(wait + count * work for wait, work in zip(before_a, attention, strict=True)),
+        max(wait + count * work for wait, work in zip(before_f, experts, strict=True)),
+    )
+    assert priced(pr, shape).compute_s == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(("model", "skew", "shape"), [CASES[0], CASES[2]])
@@ -101,16 +123,23 @@ def test_memory_is_that_of_the_plan(model: str, skew: float, shape: Shape) -> No
     assert static_memory_of(pr)(shape) == pytest.approx((max(held[: shape.p]), max(held[shape.p :])))
 
 
-def test_fill_is_one_trip_around_the_ring() -> None:
-    pr = on("deepseek_moe", nodes=4)
-    shape = Shape(1, 1, 16, 16, 1)
-    prices = LayoutCosts(planned(pr, shape), pr.costs)
-    one = [
-        sum(prices.op(kind, phase, 0).seconds for phase in (Phase.F, Phase.B))
-        for kind in (Kind.ATTN, Kind.FFN, Kind.DISPATCH, Kind.COMBINE)
-    ]
-    assert priced(pr, shape).fill_s == pytest.approx(sum(one) - max(one[:2]))
-    assert priced(pr, Shape(2, 1, 16, 16, 1)).fill_s == pytest.approx(2 * sum(one) - max(one[:2]))
+@pytest.mark.parametrize(("model", "seq", "batch"), [("deepseek_moe", 4096, 64), ("gpt_oss_20b", 8192, 32)])
+def test_no_step_is_shorter_than_an_option_says(model: str, seq: int, batch: int) -> None:
+    pr = on(model, seq=seq, batch=batch, nodes=4)
+    rates = (tuple(50.0 * 8 / gpus for gpus in range(8, 0, -1)),) * 2
+    timed = 0
+    for shape in list(shapes(pr, Sizes(p=(1, 2), dp=(1, 2), micro_batch=(1, 2))))[::3]:
+        option = options(pr, rates, [shape])[0]
+        for rule in ("halves", "own"):
+            try:
+                layout = DisagMoE().layout(pr, {**plain_candidate(shape), "nics": rule})
+                program = DisagMoE().program(pr, layout)
+            except NotApplicable:
+                continue
+            timed += 1
+            step_s = simulate(program, price(layout, program, pr.costs)).step_s
+            assert option.floor_s <= step_s * (1 + 1e-9), (shape, rule)
+    assert timed >= 10
 
 
 def test_a_straggler_slows_its_group() -> None:
