@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from baselines.registry import REFERENCE, get_system
 from bench import plan_cache
 from bench.config import RunConfig
 from bench.replay import KEPT, from_default_batch, replayed
+from bench.side_by_side import in_order
 from bench.simulated import Simulated
 from bench.transports import MERGE_OF_TRANSPORT
 from disagmoe.allocator import Tuned
@@ -65,25 +67,30 @@ Progress = Callable[[str], None]
 
 
 def evaluate(config: RunConfig, progress: Progress | None = None) -> Evaluation:
-    """Run every system of a configuration in every view."""
+    """Run every system of a configuration in every view, side by side where there are cores for it."""
     report = progress or (lambda text: None)
-    calibration = load_calibration(config.calibration)
-    costs = CostModel(config.model, config.cluster, calibration, config.workload)
+    costs = cost_model(config)
+    asked = [(view, name) for view in config.views for name in _with_reference(config.systems)]
+    found = in_order(
+        [partial(_rows_of, config, costs, name, view) for view, name in asked], 1 if config.debug else None
+    )
     rows: list[Row] = []
     outcomes: list[Outcome] = []
+    for view, name in asked:
+        report(f"{view}: {name}")
+        for row, outcome in next(found):
+            rows.append(row)
+            outcomes.append(outcome)
     views: dict[str, dict[str, Any]] = {}
     for view in config.views:
-        start = len(rows)
-        for name in _with_reference(config.systems):
-            system = get_system(name, **config.system_options.get(name, {}))
-            for form in variants_of(system, view):
-                report(f"{view}: {name} ({form.label})" if form.label else f"{view}: {name}")
-                row, outcome = _run(form, problem_of(config, costs, form, view), config, view, report)
-                rows.append(row)
-                outcomes.append(outcome)
-        _compare(rows[start:])
-        views[view] = _describe_view(rows[start:])
+        shown = [row for row in rows if row["view"] == view]
+        _compare(shown)
+        views[view] = _describe_view(shown)
     return Evaluation(rows, outcomes, [*_notes(config), *_hints(config, rows)], views)
+
+
+def _rows_of(config: RunConfig, costs: CostModel, name: str, view: str) -> list[tuple[Row, Outcome]]:
+    return list(run_system(config, costs, name, view))
 
 
 def cost_model(config: RunConfig) -> CostModel:

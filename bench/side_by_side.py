@@ -1,0 +1,50 @@
+"""Independent pieces of work on the machine's cores, with results in the order asked for.
+
+Processes are forked, so a piece of work may refer to anything that exists when it
+is handed over, and whatever ends the caller (an error, Ctrl-C, SIGTERM) ends them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+Result = TypeVar("Result")
+MOST = 4
+"""More processes than this gain little: the slowest system sets the time."""
+
+_work: Sequence[Callable[[], object]] = ()
+
+
+def in_order(work: Sequence[Callable[[], Result]], processes: int | None = None) -> Iterator[Result]:
+    """Results of `work`, in order, as they become known; in this process where only one is of use."""
+    wanted = min(processes or _cores(), len(work), MOST)
+    if wanted <= 1 or multiprocessing.parent_process() is not None or "fork" not in _methods():
+        for piece in work:
+            yield piece()
+        return
+    global _work
+    _work = work
+    with multiprocessing.get_context("fork").Pool(wanted, initializer=_deaf) as pool:  # leaving it ends the processes
+        yield from pool.imap(_do, range(len(work)))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _methods() -> list[str]:
+    return multiprocessing.get_all_start_methods()
+
+
+def _deaf() -> None:
+    """Leave Ctrl-C and SIGTERM to the parent's own handling: it ends this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _do(index: int) -> object:
+    return _work[index]()
