@@ -27,10 +27,13 @@ def problem(
     merge: str = "none",
     ep: int | None = 16,
     skew: float = 1.0,
+    layers: int | None = None,
     stragglers: tuple[tuple[int, float], ...] = (),
 ) -> Problem:
     where = load_cluster(cluster) if isinstance(cluster, str) else cluster or small_cluster()
     what = load_model(model)
+    if layers is not None:
+        what = what.with_layers(min(layers, what.layers))
     work = Workload(seq=seq, global_batch=global_batch, micro_batch=micro_batch, skew=skew, stragglers=stragglers)
     costs = CostModel(what, where, load_calibration(where.calibration), work)
     return Problem(what, where, work, costs, transport, merge, ep)
