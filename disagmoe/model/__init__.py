@@ -9,6 +9,7 @@ from disagmoe.model.block import AttentionOutput, AttentionPart, ExpertPart
 from disagmoe.model.conventions import Conventions, Yarn, conventions_of
 from disagmoe.model.embedding import EmbeddingPart
 from disagmoe.model.head import HeadPart
+from disagmoe.model.hf_weights import hf_conventions, hf_weights, load_hf_weights
 from disagmoe.model.parts import Blueprint, Part, Piece
 from disagmoe.model.reference import LossReport, ReferenceModel
 from disagmoe.model.router import Routing
@@ -31,5 +32,8 @@ __all__ = [
     "Saved",
     "Yarn",
     "conventions_of",
+    "hf_conventions",
+    "hf_weights",
+    "load_hf_weights",
     "update_correction_bias",
 ]
