@@ -18,7 +18,7 @@ from bench.report import paper
 from disagmoe.specs import default_global_batch
 
 ROOT = Path(__file__).resolve().parents[1]
-SHOWN_RUN = "qwen3_32768_simulate_"
+SHOWN_RUN = "qwen3_8192_simulate_"
 """Prefix of the run whose tables and pictures are kept whole (but for its traces)."""
 CALIBRATION = "h800"
 """The headline is of this calibration, at the default batch and with all settings as by default."""
@@ -73,7 +73,7 @@ def main(results_dir: Path = ROOT / "results") -> None:
     if not runs or not (results_dir / "summary.csv").exists():
         sys.exit(
             f"{results_dir} lacks the sweep or the {SHOWN_RUN}* run with its pictures: "
-            "run `make sweep` and `make bench MODEL=qwen3 SEQ=32k` first"
+            "run `make sweep` and `make bench MODEL=qwen3 SEQ=8k` first"
         )
     target = results_dir / EXAMPLE
     shutil.rmtree(target, ignore_errors=True)
