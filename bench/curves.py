@@ -1,13 +1,14 @@
 """`python -m bench.curves RUN [RUN ...]`: the loss of training runs, and how far each is from the first.
 
 A RUN is a folder that `python -m disagmoe.train` wrote, or its metrics.jsonl.
-Prints the largest difference to the first run and draws both into
-results/curves.png (or `--out`).
+Prints the largest difference to the first run, draws both into results/curves.png
+(or `--out`) and writes the numbers beside it (.csv).
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,9 @@ from matplotlib.figure import Figure
 from bench.report.style import axes_at, canvas, drawing, headline, save
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#222222")
-WIDTH_IN, PANEL_IN = 6.4, 2.3
+WIDTH_IN, PANEL_IN, LEFT_IN = 6.4, 2.3, 0.85
+FIRST_WIDTH, WIDTH = 3.2, 1.1
+"""Line widths in points: the first curve is wide, so that it shows under others that lie upon it."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +55,15 @@ def curves_figure(curves: Sequence[Curve]) -> Figure:
     panels = 2 if len(curves) > 1 else 1
     figure = canvas(WIDTH_IN, 0.85 + panels * (PANEL_IN + 0.4))
     top = figure.get_figheight() - 0.75 - PANEL_IN
-    loss = axes_at(figure, 0.75, top, WIDTH_IN - 1.0, PANEL_IN)
+    loss = axes_at(figure, LEFT_IN, top, WIDTH_IN - LEFT_IN - 0.25, PANEL_IN)
     for curve, colour in zip(curves, COLOURS * len(curves), strict=False):
-        loss.plot(list(curve.losses), list(curve.losses.values()), color=colour, label=curve.name, linewidth=1.2)
+        width = FIRST_WIDTH if curve is curves[0] and panels == 2 else WIDTH
+        loss.plot(list(curve.losses), list(curve.losses.values()), color=colour, label=curve.name, linewidth=width)
     loss.set_ylabel("loss")
     loss.grid(axis="y")
     loss.legend()
     if panels == 2:
-        apart = axes_at(figure, 0.75, top - PANEL_IN - 0.4, WIDTH_IN - 1.0, PANEL_IN)
+        apart = axes_at(figure, LEFT_IN, top - PANEL_IN - 0.4, WIDTH_IN - LEFT_IN - 0.25, PANEL_IN)
         for curve, colour in zip(curves[1:], (COLOURS * len(curves))[1:], strict=False):
             found = {step: value for step, value in curve.differences(curves[0]).items() if value > 0.0}
             apart.plot(list(found), list(found.values()), color=colour, marker=".", markersize=2.5, linewidth=0.6)
@@ -73,6 +77,17 @@ def curves_figure(curves: Sequence[Curve]) -> Figure:
         "measured" + ("; where losses are equal there is no point below" if panels == 2 else ""),
     )
     return figure
+
+
+def write_table(curves: Sequence[Curve], path: Path) -> None:
+    """One line per step: the losses, and their differences to the first run; empty where a run has none."""
+    apart = [curve.differences(curves[0]) for curve in curves[1:]]
+    names = [curve.name for curve in curves]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["step", *names, *(f"|{name} - {names[0]}|" for name in names[1:])])
+        for step in sorted({step for curve in curves for step in curve.losses}):
+            rows.writerow([step, *(found.get(step, "") for found in [*(c.losses for c in curves), *apart])])
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -93,6 +108,7 @@ def main(arguments: Sequence[str]) -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with drawing():
         save(curves_figure(curves), options.out)
+    write_table(curves, options.out.with_suffix(".csv"))
     print(options.out)
     return 0
 

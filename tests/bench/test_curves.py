@@ -36,6 +36,8 @@ def test_the_picture_and_the_largest_difference(tmp_path: Path, capsys: pytest.C
     assert "c and a: largest difference 0.5 over 2 steps" in out
     first = (tmp_path / "curves.png").read_bytes()
     assert first.startswith(b"\x89PNG")
+    table = (tmp_path / "curves.csv").read_text().splitlines()
+    assert table == ["step,a,b,c,|b - a|,|c - a|", "0,3.0,3.25,3.0,0.25,0.0", "1,2.0,2.0,2.5,0.0,0.5"]
     assert main([*runs, "--out", str(tmp_path / "again.png")]) == 0
     assert (tmp_path / "again.png").read_bytes() == first
 
