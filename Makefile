@@ -66,7 +66,7 @@ lint: $(VENV)/.dev ## ruff, import rules, mypy
 	@$(VENV)/bin/lint-imports
 	@$(PY) -m mypy
 
-microbench: $(VENV)/.dev ## speed of the simulator and of plan building (pytest-benchmark)
+microbench: $(VENV)/.dev ## speed of simulator, plans, exchange and executor (pytest-benchmark)
 	@$(THREADS) $(PY) -m pytest bench/micro --benchmark-only --benchmark-columns=min,median,stddev,rounds $(PYTEST_ARGS)
 
 clean: ## remove caches and build files (neither results/ nor .venv)
