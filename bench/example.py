@@ -76,8 +76,10 @@ def main(results_dir: Path = ROOT / "results") -> None:
             "run `make sweep` and `make bench MODEL=qwen3 SEQ=8k` first"
         )
     target = results_dir / EXAMPLE
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir()
+    target.mkdir(exist_ok=True)
+    for path in target.iterdir():
+        if path.is_file():  # folders hold what others made
+            path.unlink()
     for name in KEPT:
         shutil.copy(runs[-1].parent / name, target / name)
     for path in [

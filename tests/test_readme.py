@@ -23,7 +23,8 @@ EXAMPLE = ROOT / "results" / "example"
 
 def commands() -> list[str]:
     """Every command line the README shows, in code blocks and in the table."""
-    blocks = re.findall(r"```\n(.*?)```", README, flags=re.DOTALL)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+    blocks = [block for language, block in fenced if not language]
     lines = [line for block in blocks for line in block.splitlines()]
     lines += re.findall(r"`((?:make|\.venv/bin/python) [^`]*)`", README)
     return sorted({line.split(" #")[0].strip() for line in lines if line.strip()})
