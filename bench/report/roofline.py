@@ -140,8 +140,8 @@ def _mark(axes: Axes, pool: _Pool, peak: float, even: float) -> None:
 def region_figure(region: Region) -> Figure:
     """One heat map per map of the region."""
     columns, rows = len(region.maps[0].x_values), len(region.maps[0].y_values)
-    width, height = max(2.6, 0.86 * columns), max(1.0, 0.56 * rows)
     across = min(len(region.maps), 2)
+    width, height = max(5.4 if across == 1 else 2.8, 0.86 * columns), max(1.0, 0.62 * rows)
     down = -(-len(region.maps) // across)
     with drawing():
         total_w = 1.1 + across * width + (across - 1) * 1.2 + 1.5
@@ -196,8 +196,9 @@ def _break_even(axes: Axes, grid: np.ndarray) -> None:
                 (axes.axvline if grid.shape[0] == 1 else axes.axhline)(at, color=INK, linewidth=2.0)
         return
     if finite.size and finite.min() < 1.0 < finite.max():
-        x, y = np.arange(grid.shape[1]), np.arange(grid.shape[0])
-        axes.contour(x, y, np.ma.masked_invalid(grid), levels=[1.0], colors=INK, linewidths=2.0)
+        x, y = (np.clip(np.arange(-1, n + 1), -0.5, n - 0.5) for n in (grid.shape[1], grid.shape[0]))
+        to_the_edge = np.ma.masked_invalid(np.pad(grid, 1, mode="edge"))
+        axes.contour(x, y, to_the_edge, levels=[1.0], colors=INK, linewidths=2.0)
 
 
 def _tick(name: str, value: float) -> str:

@@ -257,21 +257,18 @@ def test_without_any_solver_the_search_is_exhaustive_and_says_so(monkeypatch: py
 
 
 class Stingy:
-    """A solver that stops after `answers` answers with the first feasible option."""
+    """A solver that finds a first point (the plan with the fewest GPUs) and then runs out of time."""
 
-    def __init__(self, proven: bool) -> None:
-        self.proven = proven
+    def __init__(self) -> None:
         self.original = solvers.IntegerProgram.minimise
         self.asked = 0
 
     def __call__(self, program: solvers.IntegerProgram, terms: solvers.Terms, how: Settings) -> Answer:
         self.asked += 1
-        if self.asked == 1:  # the first point of the first step: any option, here the slowest
-            answer = self.original(
-                program, [(key, -1.0) for key, _ in []] + [(("z", s), -sum(s.gpus)) for s in shapes_of(program)], how
-            )
-            return replace(answer, proven=False, bound=0.0)
-        raise NoAnswer("cbc: no feasible point within 1 s")
+        if self.asked > 1:
+            raise NoAnswer("cbc: no feasible point within 1 s")
+        few = [(("z", shape), float(sum(shape.gpus))) for shape in shapes_of(program)]
+        return replace(self.original(program, few, how), proven=False, bound=0.0)
 
 
 def shapes_of(program: solvers.IntegerProgram) -> list[Shape]:
@@ -281,7 +278,7 @@ def shapes_of(program: solvers.IntegerProgram) -> list[Shape]:
 def test_out_of_time_is_feasible_not_optimal(monkeypatch: pytest.MonkeyPatch) -> None:
     pr = on_rdma("deepseek_moe", small_cluster(nodes=4))
     best = allocate(pr)
-    stingy = Stingy(False)
+    stingy = Stingy()
     monkeypatch.setattr(solvers.IntegerProgram, "minimise", lambda self, terms, how: stingy(self, terms, how))
     plan = allocate(pr, settings=Settings("cbc", time_limit_s=1.0))
     assert not plan.proven
@@ -293,7 +290,7 @@ def test_a_poor_first_point_is_improved_to_the_optimum(monkeypatch: pytest.Monke
     """A solver whose tolerance stops it early does not change the plan."""
     pr = on_rdma("deepseek_moe", small_cluster(nodes=4))
     best = allocate(pr, settings=Settings("cbc"))
-    stingy = Stingy(False)
+    stingy = Stingy()
 
     def minimise(self: solvers.IntegerProgram, terms: solvers.Terms, how: Settings) -> Answer:
         return stingy(self, terms, how) if stingy.asked == 0 else stingy.original(self, terms, how)
