@@ -3,8 +3,8 @@
 from disagmoe.allocator.allocation import Allocation, AllocationModel, allocation_model
 from disagmoe.allocator.local_search import Axis, Found, Space, local_search
 from disagmoe.allocator.milp import allocate, solve
-from disagmoe.allocator.options import Shape, Sizes
 from disagmoe.allocator.ring import RingMemory, ring_candidates, ring_space, sizes_of
+from disagmoe.allocator.shapes import Shape, Sizes
 from disagmoe.allocator.solvers import Infeasible, Settings, SolverError
 from disagmoe.allocator.tuner import PeakFunction, StepFunction, Trial, Tuned, tune
 

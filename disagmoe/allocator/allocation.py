@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from disagmoe.allocator.nodes import NodeKind, NodeUse, Placer, node_kinds, node_uses, rate_levels
-from disagmoe.allocator.options import MemoryOf, Option, Shape, Sizes, options, shapes
+from disagmoe.allocator.options import Option, options
+from disagmoe.allocator.shapes import MemoryOf, Shape, Sizes, shapes
 from disagmoe.allocator.solvers import Infeasible
 from disagmoe.system import Problem
 

@@ -18,7 +18,7 @@ asks for one of them must have no solution.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -34,7 +34,8 @@ from disagmoe.allocator.allocation import (
     why_infeasible,
 )
 from disagmoe.allocator.exhaustive import search
-from disagmoe.allocator.options import MemoryOf, Option, Shape, Sizes
+from disagmoe.allocator.options import Option
+from disagmoe.allocator.shapes import MemoryOf, Shape, Sizes
 from disagmoe.allocator.solvers import (
     EXHAUSTIVE,
     Answer,
@@ -86,20 +87,36 @@ def _expert_tiers(problem: Problem) -> list[Sizes]:
 
 
 def solve(model: AllocationModel, settings: Settings | None = None, check: MemoryOf | None = None) -> Allocation:
-    """Solve a model; without any solver that runs, `auto` searches exhaustively and says so."""
+    """Solve a model; without any solver that runs, `auto` searches exhaustively and says so.
+
+    What `check` refuses is weeded out with the exhaustive search, which prefers the
+    same option and is quicker at asking often; the solver then decides on the rest.
+    """
     settings = settings or Settings()
+    if check is None:
+        return allocation(model, _choice(model, settings))
+    _, model = _weed(model, check, search)
+    choice, model = _weed(model, check, lambda rest: _choice(rest, settings))
+    plan = allocation(model, choice)
+    needed = next(option.memory_gib for option in model.options if option.shape == plan.shape)
+    attention, expert = (
+        replace(share, memory_gib=gib) for share, gib in zip((plan.attention, plan.expert), needed, strict=True)
+    )
+    return replace(plan, attention=attention, expert=expert)
+
+
+def _weed(
+    model: AllocationModel, check: MemoryOf, choose: Callable[[AllocationModel], Choice]
+) -> tuple[Choice, AllocationModel]:
+    """The first choice that `check` lets pass, and the model with the memory that was found on the way."""
     while True:
-        plan = allocation(model, _choice(model, settings))
-        if check is None:
-            return plan
-        needed = check(plan.shape)
-        options = tuple(replace(o, memory_gib=needed) if o.shape == plan.shape else o for o in model.options)
+        choice = choose(model)
+        shape = choice.option.shape
+        needed = check(shape)
+        options = tuple(replace(o, memory_gib=needed) if o.shape == shape else o for o in model.options)
         model = replace(model, options=options)
         if max(needed) <= model.limit_gib:
-            attention, expert = (
-                replace(share, memory_gib=gib) for share, gib in zip((plan.attention, plan.expert), needed, strict=True)
-            )
-            return replace(plan, attention=attention, expert=expert)
+            return choice, model
 
 
 def _choice(model: AllocationModel, settings: Settings) -> Choice:

@@ -17,35 +17,19 @@ experts of a group lie on as few nodes as hold it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
 
+from disagmoe.allocator.shapes import MemoryOf, Shape
+from disagmoe.allocator.static_memory import static_memory_of
 from disagmoe.ops import Phase
-from disagmoe.plan.memory import GIB, RECIPES, holdings, local_experts
-from disagmoe.plan.plan import Batch, Layout, Placement, Worker
+from disagmoe.plan.memory import local_experts
 from disagmoe.system import Problem
 
-MICRO_BATCHES = (1, 2, 4, 8)
 FAST_GBS = 1e9
 """The NIC rate of the end that is not asked about: never the slower one."""
-
-
-@dataclass(frozen=True, order=True)
-class Shape:
-    """A ring; the order is the last tie-break between equally good allocations."""
-
-    p: int
-    dp: int
-    n: int
-    m: int
-    micro_batch: int
-
-    @property
-    def gpus(self) -> tuple[int, int]:
-        """GPUs of both pools, attention first."""
-        return self.p * self.dp * self.m, self.p * self.dp * self.n
 
 
 @dataclass(frozen=True)
@@ -72,64 +56,6 @@ class Option:
     @property
     def needed_gib(self) -> float:
         return max(self.memory_gib)
-
-
-MemoryOf = Callable[[Shape], tuple[float, float]]
-"""GiB of the fullest attention GPU and of the fullest expert GPU of a Shape."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Admissible sizes; None leaves a size free. `n` are expert-group sizes, `m` attention-group sizes."""
-
-    p: tuple[int, ...] | None = None
-    dp: tuple[int, ...] | None = None
-    n: tuple[int, ...] | None = None
-    m: tuple[int, ...] | None = None
-    micro_batch: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("p", "dp", "n", "m", "micro_batch"):
-            values = getattr(self, name)
-            if values is not None and (not values or min(values) < 1):
-                raise ValueError(f"allocation sizes {name}={values}: at least one, all at least 1")
-
-
-def shapes(problem: Problem, sizes: Sizes | None = None, *, all_m: bool = False) -> Iterator[Shape]:
-    """Every admissible Shape of the cluster, in order.
-
-    Where sizes are free, a larger group that gains nothing is left out: of the
-    attention groups with equally many micro-batches and of the expert groups with
-    equally many experts per GPU only the smallest is given (`all_m`: every m).
-    """
-    sizes = sizes or Sizes()
-    world, model, work = problem.cluster.gpus, problem.model, problem.workload
-    micro_batches = (work.micro_batch,) if work.micro_batch is not None else sizes.micro_batch or MICRO_BATCHES
-    expert_sizes = sorted(set(sizes.n or _expert_sizes(problem)))
-    for p in _within(sizes.p, model.layers):
-        for dp in _within(sizes.dp, world // (2 * p)):
-            room = world // (p * dp)
-            for n in (n for n in expert_sizes if n <= min(model.experts, room - 1)):
-                allowed = _within(sizes.m, room - n)
-                for b in micro_batches:
-                    counts: set[int] = set()
-                    for m in allowed:
-                        count = ceil(work.global_batch / (b * dp * m))
-                        if b <= max(1, work.global_batch // (dp * m)) and (all_m or count not in counts):
-                            counts.add(count)
-                            yield Shape(p, dp, n, m, b)
-
-
-def _within(values: tuple[int, ...] | None, most: int) -> list[int]:
-    return list(range(1, most + 1)) if values is None else sorted(v for v in set(values) if v <= most)
-
-
-def _expert_sizes(problem: Problem) -> list[int]:
-    """The EP size asked for; where it is free, the smallest group for every number of experts per GPU."""
-    experts = problem.model.experts
-    if problem.ep is not None:
-        return [min(problem.ep, experts)]
-    return sorted({ceil(experts / per_gpu) for per_gpu in range(1, experts + 1)})
 
 
 def options(
@@ -287,52 +213,3 @@ class _Pricer:
             for phase in (Phase.F, Phase.B)
         )
         return sum(transfer.seconds for transfer in transfers)
-
-
-def static_memory_of(problem: Problem) -> MemoryOf:
-    """Weights, gradients and optimizer state of the fullest GPU of either pool; activations are not in it."""
-    model = problem.model
-
-    @cache
-    def held(p: int, n: int) -> Layout:
-        return _ring(problem, Shape(p, 1, n, 1, 1))
-
-    @cache
-    def parameters(p: int, n: int) -> tuple[tuple[tuple[float, float], ...], tuple[tuple[float, float], ...]]:
-        pairs = [(h.dense, h.expert) for h in holdings(held(p, n), model)]
-        return tuple(pairs[:p]), tuple(pairs[p:])
-
-    recipe = RECIPES[problem.workload.optimizer]
-
-    def gib(dense: float, expert: float, dense_ranks: int, expert_ranks: int) -> float:
-        sharded = dense / dense_ranks + expert / expert_ranks
-        return ((dense + expert) * (recipe.weight + recipe.gradient) + sharded * recipe.optimizer) / GIB
-
-    def memory(shape: Shape) -> tuple[float, float]:
-        attention, expert = parameters(shape.p, shape.n)
-        return (
-            max(gib(d, e, shape.m * shape.dp, 1) for d, e in attention),
-            max(gib(d, e, shape.n * shape.dp, shape.dp) for d, e in expert),
-        )
-
-    return memory
-
-
-def _ring(problem: Problem, shape: Shape) -> Layout:
-    """The placement of a Shape as far as memory depends on it: layer l on group l mod p, head with the last layer."""
-    p, layers = shape.p, problem.model.layers
-    workers = tuple(
-        Worker(f"{pool}{group}", pool, gpus, 1, 0.0)
-        for pool, gpus in (("A", shape.m), ("F", shape.n))
-        for group in range(p)
-    )
-    placement = Placement(
-        workers=workers,
-        attn=tuple(layer % p for layer in range(layers)),
-        ffn=tuple(p + layer % p for layer in range(layers)),
-        embed=0,
-        head=p + (layers - 1) % p,
-        replicas=shape.dp,
-    )
-    batch = Batch(1, shape.micro_batch, shape.dp * shape.m)
-    return Layout("disagmoe", "", placement, batch, shape.n, problem.transport, problem.merge)

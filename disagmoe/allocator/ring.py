@@ -17,7 +17,8 @@ from math import ceil, inf
 
 from disagmoe.allocator.allocation import Allocation
 from disagmoe.allocator.local_search import Axis, Space, Value
-from disagmoe.allocator.options import MICRO_BATCHES, Shape, Sizes, static_memory_of
+from disagmoe.allocator.shapes import MICRO_BATCHES, Shape, Sizes
+from disagmoe.allocator.static_memory import static_memory_of
 from disagmoe.plan.memory_report import lower_bound_gib, memory_report
 from disagmoe.plan.plan import Layout
 from disagmoe.system import Candidate, NotApplicable, Problem, System, recompute_levels, without_recompute

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from disagmoe.allocator.allocation import AllocationModel
 from disagmoe.allocator.nodes import node_kinds, node_uses, rate_levels
-from disagmoe.allocator.options import Option, Shape
+from disagmoe.allocator.options import Option
+from disagmoe.allocator.shapes import Shape
 from disagmoe.specs import ClusterSpec, NodeGroup
 
 LIMIT_GIB = 50.0

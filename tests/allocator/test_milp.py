@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from disagmoe.allocator import milp, solvers
+from disagmoe.allocator import engines, milp, solvers
 from disagmoe.allocator.allocation import Allocation, AllocationModel, allocation_model
 from disagmoe.allocator.milp import allocate, solve
 from disagmoe.allocator.nodes import MODES
-from disagmoe.allocator.options import Option, Shape, Sizes
+from disagmoe.allocator.options import Option
+from disagmoe.allocator.shapes import Shape, Sizes
 from disagmoe.allocator.solvers import Answer, Infeasible, NoAnswer, Settings, SolverError, SolverMissing
 from disagmoe.specs import ClusterSpec, NodeGroup, load_cluster
 from disagmoe.system import Problem
@@ -245,7 +246,7 @@ def test_expert_groups_grow_only_where_the_size_asked_for_does_not_fit() -> None
 def test_without_any_solver_the_search_is_exhaustive_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     pr = on_rdma("deepseek_moe", small_cluster(nodes=4))
     expected = allocate(pr)
-    monkeypatch.setattr(solvers, "pulp_cbc_path", "/nowhere/cbc")
+    monkeypatch.setattr(engines, "pulp_cbc_path", "/nowhere/cbc")
     monkeypatch.setenv("PATH", "")
     monkeypatch.setitem(sys.modules, "highspy", None)
     plan = allocate(pr)
@@ -301,13 +302,13 @@ def test_a_poor_first_point_is_improved_to_the_optimum(monkeypatch: pytest.Monke
 
 def test_a_wrong_answer_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     pr = on_rdma("deepseek_moe", small_cluster(nodes=4))
-    original = solvers._cbc
+    original = engines.cbc
 
     def two_options(problem, how, where, name):  # type: ignore[no-untyped-def]
         outcome = original(problem, how, where, name)
         return replace(outcome, values={**outcome.values, "x0": 1.0, "x1": 1.0, "x2": 1.0})
 
-    monkeypatch.setattr(solvers, "_cbc", two_options)
+    monkeypatch.setattr(engines, "cbc", two_options)
     with pytest.raises(SolverError, match="after rounding"):
         allocate(pr, settings=Settings("cbc"))
 

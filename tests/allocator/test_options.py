@@ -7,7 +7,9 @@ from math import ceil
 
 import pytest
 
-from disagmoe.allocator.options import Option, Shape, Sizes, options, shapes, static_memory_of
+from disagmoe.allocator.options import Option, options
+from disagmoe.allocator.shapes import Shape, Sizes, shapes
+from disagmoe.allocator.static_memory import static_memory_of
 from disagmoe.ops import Kind, Phase
 from disagmoe.plan.memory import static_memory
 from disagmoe.plan.plan import Layout, Worker

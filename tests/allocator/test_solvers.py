@@ -10,7 +10,7 @@ from pathlib import Path
 import pulp
 import pytest
 
-from disagmoe.allocator import solvers
+from disagmoe.allocator import engines, solvers
 from disagmoe.allocator.solvers import (
     Infeasible,
     IntegerProgram,
@@ -56,10 +56,10 @@ def test_not_whole_is_an_error(value: float) -> None:
 def answers_with(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
     """Let the solver say that x0, x1, ... have these values."""
 
-    def engine(problem: pulp.LpProblem, settings: Settings, where: Path, name: str) -> solvers._Outcome:
-        return solvers._Outcome("optimal", {f"x{i}": value for i, value in enumerate(values)}, 0.0)
+    def engine(problem: pulp.LpProblem, settings: Settings, where: Path, name: str) -> engines.Outcome:
+        return engines.Outcome("optimal", {f"x{i}": value for i, value in enumerate(values)}, 0.0)
 
-    monkeypatch.setattr(solvers, "_cbc", engine)
+    monkeypatch.setattr(engines, "cbc", engine)
 
 
 def test_solution_is_rounded_and_its_sums_are_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_a_program_that_writes_nothing_is_missing_too(tmp_path: Path) -> None:
 
 
 def test_auto_takes_the_next_one_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(solvers, "pulp_cbc_path", str(stub(tmp_path / "cbc", "exit 1")))
+    monkeypatch.setattr(engines, "pulp_cbc_path", str(stub(tmp_path / "cbc", "exit 1")))
     if solvers.installed("highs"):
         answer = two_pools().minimise([("T", 1)], Settings())
         assert answer.solver == "highs"
@@ -170,9 +170,9 @@ def test_auto_takes_the_next_one_and_says_so(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_cbc_on_the_path_is_used_where_pulp_brings_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    bundled = solvers.pulp_cbc_path
+    bundled = engines.pulp_cbc_path
     (tmp_path / "cbc").symlink_to(Path(bundled).resolve())
-    monkeypatch.setattr(solvers, "pulp_cbc_path", str(tmp_path / "gone"))
+    monkeypatch.setattr(engines, "pulp_cbc_path", str(tmp_path / "gone"))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert two_pools().minimise([("T", 1)], Settings("cbc")).solver == "cbc"
     monkeypatch.setenv("PATH", "")

@@ -129,9 +129,9 @@ def test_one_screen_and_two_files(tmp_path: Path, capfd: pytest.CaptureFixture[s
 
 
 def test_without_a_solver_the_answer_is_the_same_and_says_so(monkeypatch: pytest.MonkeyPatch, advice: Advice) -> None:
-    from disagmoe.allocator import solvers
+    from disagmoe.allocator import engines
 
-    monkeypatch.setattr(solvers, "pulp_cbc_path", "/nowhere/cbc")
+    monkeypatch.setattr(engines, "pulp_cbc_path", "/nowhere/cbc")
     monkeypatch.setenv("PATH", "")
     monkeypatch.setitem(sys.modules, "highspy", None)
     told = answer(on_nodes())
