@@ -15,6 +15,7 @@ NAMES := 2> >(grep -v '^WARNING' >&2) | awk '/^Collecting/ {printf " %s", $$2; f
 WORKERS ?= 2
 SWEEP_MODELS := deepseek_moe,gpt_oss,qwen3
 SWEEP_SEQS := 4k,8k,16k,32k
+PAPER_CALIBRATIONS := h800,paper-profile
 THREADS := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 NUMBA_NUM_THREADS=1
 
 # Variables that become Hydra overrides, each only where it is set.
@@ -24,7 +25,7 @@ COMMON = $(call override_of,CLUSTER,cluster) $(if $(strip $(SYSTEMS)),'systems=[
 	$(call override_of,TRANSPORT,transport) $(call override_of,CALIBRATION,calibration) \
 	$(call override_of,BACKEND,backend) $(call override_of,IMPL,impl) $(ARGS)
 
-.PHONY: help bench advise sweep example collect train test test-slow lint microbench clean
+.PHONY: help bench advise sweep sweep-paper sensitivity example collect train test test-slow lint microbench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -38,12 +39,28 @@ bench: $(VENV)/.core ## compare the systems: make bench MODEL=qwen3 SEQ=32k
 advise: $(VENV)/.core ## does disaggregation pay: make advise MODEL=qwen3 SEQ=32k (SEQ=4k,32k ARGS=nic_gbit=100,400: a map)
 	@$(PY) -m bench.advise $(OVERRIDES)
 
+# One run per model and length, as many side by side as this machine has cores.
+SWEEP = $(PY) -m bench -m 'model=$(or $(strip $(MODEL)),$(SWEEP_MODELS))' 'seq=$(or $(strip $(SEQ)),$(SWEEP_SEQS))' \
+	artifacts=tables hydra/launcher=joblib
+BOTH_CALIBRATIONS = $(if $(strip $(CALIBRATION)),,'calibration=$(PAPER_CALIBRATIONS)')
+
 sweep: $(VENV)/.core ## three models at four sequence lengths (tables only), then the summary
 	@status=0; \
-	$(PY) -m bench -m 'model=$(or $(strip $(MODEL)),$(SWEEP_MODELS))' \
-		'seq=$(or $(strip $(SEQ)),$(SWEEP_SEQS))' artifacts=tables $(COMMON) || status=$$?; \
+	$(SWEEP) $(COMMON) || status=$$?; \
 	$(PY) -m bench.collect || status=$$?; \
 	exit $$status
+
+sweep-paper: $(VENV)/.core ## the sweep under two calibrations and at 4x the batch, then results/paper.md: claim by claim
+	@status=0; \
+	$(SWEEP) $(COMMON) $(BOTH_CALIBRATIONS) || status=$$?; \
+	$(SWEEP) batch=4x plans_from=default_batch $(COMMON) $(BOTH_CALIBRATIONS) || status=$$?; \
+	$(PY) -m bench -m experiment=paper_claims $(COMMON) $(BOTH_CALIBRATIONS) || status=$$?; \
+	$(PY) -m bench.collect || status=$$?; \
+	$(PY) -m bench.paper_page || status=$$?; \
+	exit $$status
+
+sensitivity: $(VENV)/.core ## what DisagMoE's gain hangs on, and where it stops winning: a chart and tables
+	@$(PY) -m bench experiment=sensitivity $(OVERRIDES)
 
 example: $(VENV)/.core ## results/example/ and the README's headline table, from a sweep and a run (make sweep bench)
 	@$(PY) -m bench.example

@@ -128,6 +128,9 @@ def system_digest(name: str) -> str | None:
 
 
 def directory_name(config: RunConfig, run_id: str) -> str:
-    """`<model>_<seq>_<backend>_<id>`: one flat name of [A-Za-z0-9._=-], under 200 characters."""
-    model = _UNSAFE.sub("-", config.model.name)[:80]
-    return f"{model}_{config.workload.seq}_{config.backend}_{run_id}"
+    """`<model>_<seq>_<backend>_<id>`: one flat name of [A-Za-z0-9._=-], under 200 characters.
+
+    A study, which may be of several models, has its kind in their place.
+    """
+    what = config.model.name if config.study is None else config.study.kind
+    return f"{_UNSAFE.sub('-', what)[:80]}_{config.workload.seq}_{config.backend}_{run_id}"

@@ -15,6 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
+SWEPT = ("model=deepseek_moe,gpt_oss,qwen3", "seq=4k,8k,16k,32k", "artifacts=tables", "hydra/launcher=joblib")
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A checkout (in a path with a space) whose environment is there and whose python only notes how it is called."""
@@ -88,7 +91,9 @@ def test_train_passes_its_options_on_and_fails_where_training_does(checkout: Pat
     assert make(checkout, "train", FAIL="2", FAIL_AT="disagmoe.train").returncode != 0
 
 
-@pytest.mark.parametrize("target", ["bench", "sweep", "collect", "test", "test-slow", "lint"])
+@pytest.mark.parametrize(
+    "target", ["bench", "sweep", "sweep-paper", "sensitivity", "collect", "test", "test-slow", "lint"]
+)
 def test_a_failing_command_fails_make(checkout: Path, target: str) -> None:
     at = {"collect": "bench.collect", "test": "pytest", "test-slow": "pytest", "lint": "mypy"}.get(target, "bench")
     assert make(checkout, target).returncode == 0
@@ -104,9 +109,27 @@ def test_a_failing_install_fails_make_and_is_tried_again(checkout: Path) -> None
 def test_sweep_runs_twelve_jobs_and_collects_even_where_some_failed(checkout: Path) -> None:
     assert make(checkout, "sweep", "CLUSTER=h800_64", FAIL="1", FAIL_AT="bench").returncode != 0
     assert bench_calls(checkout) == [
-        ["-m", "model=deepseek_moe,gpt_oss,qwen3", "seq=4k,8k,16k,32k", "artifacts=tables", "cluster=h800_64"]
+        ["-m", *SWEPT, "cluster=h800_64"],
     ]
     assert ["-m", "bench.collect"] in calls(checkout)
+
+
+def test_the_paper_sweep_adds_a_calibration_the_large_batch_and_the_claims(checkout: Path) -> None:
+    assert make(checkout, "sweep-paper").returncode == 0
+    both = "calibration=h800,paper-profile"
+    assert bench_calls(checkout) == [
+        ["-m", *SWEPT, both],
+        ["-m", *SWEPT, "batch=4x", "plans_from=default_batch", both],
+        ["-m", "experiment=paper_claims", both],
+    ]
+    assert calls(checkout)[-2:] == [["-m", "bench.collect"], ["-m", "bench.paper_page"]]
+    assert make(checkout, "sweep-paper", "CALIBRATION=h100").returncode == 0
+    assert bench_calls(checkout)[-1] == ["-m", "experiment=paper_claims", "calibration=h100"]
+
+
+def test_sensitivity_takes_the_same_variables(checkout: Path) -> None:
+    assert make(checkout, "sensitivity", "MODEL=gpt_oss", "SEQ=16k").returncode == 0
+    assert bench_calls(checkout) == [["experiment=sensitivity", "model=gpt_oss", "seq=16k"]]
 
 
 def test_fast_and_slow_tests_are_told_apart(checkout: Path) -> None:

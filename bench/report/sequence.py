@@ -50,6 +50,8 @@ NEEDED = (
 """Columns read from the frame: names as in table.csv."""
 
 PANEL_W, PANEL_H, LEFT, GAP_X, GAP_Y, TOP, FOOT = 5.6, 2.6, 0.8, 0.75, 0.85, 1.35, 0.75
+BAR_W = 0.18
+"""Room for one bar in inches, wide enough for a number on its side."""
 MAX_NOTES = 4
 UPRIGHT_PT = 26.0
 """Bars narrower than this have their value on its side."""
@@ -155,22 +157,24 @@ def _span(values: Sequence[float]) -> str:
 def draw_metric(metric: Metric, panels: Sequence[Panel], rows: Sequence[Record], key: Key, superseded: int) -> Figure:
     """Rows of panels are models, columns are views."""
     views = list(dict.fromkeys(str(row["view"]) for row in rows))
-    pairs = list(dict.fromkeys((str(row["system"]), row_label(row)) for row in rows))
+    pairs, idle = shown_pairs(rows)
     colours, marks = system_colours(system for system, _ in pairs), hatches(pairs)
-    width = LEFT + len(views) * PANEL_W + (len(views) - 1) * GAP_X + 0.3
+    in_view = {view: [pair for pair in pairs if _drawn_in(rows, view, pair)] for view in views}
+    panel_w = max(PANEL_W, BAR_W * max(map(len, in_view.values())) * max(len(panel.lengths) for panel in panels))
+    width = LEFT + len(views) * panel_w + (len(views) - 1) * GAP_X + 0.3
     columns = min(len(pairs), max(1, int(width / 1.9)))
     key_rows = -(-len(pairs) // columns)
     top = TOP + 0.22 * (key_rows - 1)
-    lines = _foot(rows, superseded)
+    lines = _foot(rows, superseded, idle)
     foot = FOOT + 0.14 * (len(lines) - 1)
     figure = canvas(width, top + len(panels) * PANEL_H + (len(panels) - 1) * GAP_Y + foot)
     for line, panel in enumerate(panels):
         bottom = figure.get_figheight() - top - (line + 1) * PANEL_H - line * GAP_Y
         highest = _highest(metric, panel)
         for column, view in enumerate(views):
-            axes = axes_at(figure, LEFT + column * (PANEL_W + GAP_X), bottom, PANEL_W, PANEL_H)
+            axes = axes_at(figure, LEFT + column * (panel_w + GAP_X), bottom, panel_w, PANEL_H)
             axes.set_title(f"{panel.title}, {view} view", loc="left", fontsize=9)
-            _bars(axes, metric, panel, view, pairs, colours, marks, highest)
+            _bars(axes, metric, panel, view, in_view[view], colours, marks, highest, panel_w)
             if column == 0:
                 axes.set_ylabel(metric.axis)
     backend, cluster, calibration = key
@@ -182,9 +186,23 @@ def draw_metric(metric: Metric, panels: Sequence[Panel], rows: Sequence[Record],
     return figure
 
 
-def _foot(rows: Sequence[Record], superseded: int) -> list[str]:
+def shown_pairs(rows: Sequence[Record]) -> tuple[list[tuple[str, str]], list[str]]:
+    """(system, label) of every series, and the labels left out because they are not applicable anywhere."""
+    pairs = dict.fromkeys((str(row["system"]), row_label(row)) for row in rows)
+    applicable = {row_label(row) for row in rows if row["status"] != "not_applicable"}
+    return [pair for pair in pairs if pair[1] in applicable], [name for _, name in pairs if name not in applicable]
+
+
+def _drawn_in(rows: Sequence[Record], view: str, pair: tuple[str, str]) -> bool:
+    """Whether a view has the series at all (some forms of a system exist in one view only)."""
+    return any(row["view"] == view and (str(row["system"]), row_label(row)) == pair for row in rows)
+
+
+def _foot(rows: Sequence[Record], superseded: int, idle: Sequence[str]) -> list[str]:
     """What the marks mean, and the notes that the runs carry."""
     first = "OOM: out of memory, n/a: not applicable, no mark: not run"
+    if idle:
+        first += f"; not applicable anywhere here: {', '.join(idle)}"
     if superseded:
         first += f"; {superseded} earlier values of the same points are not shown"
     said = dict.fromkeys(note for row in rows if row["notes"] for note in str(row["notes"]).split(" | "))
@@ -207,11 +225,12 @@ def _bars(
     colours: Mapping[str, str],
     marks: Mapping[tuple[str, str], str],
     highest: float,
+    panel_w: float,
 ) -> None:
     """Grouped bars: a group per sequence length, a bar per system, its value on top."""
     lengths = panel.lengths
-    width = min(0.84 / len(pairs), 0.2)
-    bar_pt = width * PANEL_W / len(lengths) * 72
+    width = min(0.84 / max(len(pairs), 1), 0.2)
+    bar_pt = width * panel_w / len(lengths) * 72
     font = min(8.0, 0.62 * bar_pt)
     for group, seq in enumerate(lengths):
         for index, (system, label) in enumerate(pairs):
