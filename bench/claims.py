@@ -17,7 +17,7 @@ from bench.config import RunConfig
 from bench.evaluate import OWN_SYSTEM
 from bench.points import answers, asked
 from bench.sensitivity import Progress, based
-from disagmoe.specs import ModelSpec, Workload, default_global_batch
+from disagmoe.specs import ModelSpec, default_global_batch
 
 EXPERTS = 64
 """The top-k claim is stated for models with this many experts."""
@@ -55,7 +55,7 @@ def points(config: RunConfig) -> list[Point]:
 
 def _at(config: RunConfig, model: ModelSpec, seq: int) -> RunConfig:
     """The unchanged configuration of a model at a length, with the default batch of that length."""
-    workload = Workload(seq, default_global_batch(seq))
+    workload = replace(config.workload, seq=seq, global_batch=default_global_batch(seq))
     return replace(based(config, model), workload=workload)
 
 

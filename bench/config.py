@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,9 @@ def resolve(values: Options, choices: Mapping[str, str | None], *, sweep: bool =
     if depth == "common":
         model = _at_common_depth(model, cluster, calibration, ep, workload.optimizer)
     study = None if values["study"] is None else study_from_mapping(values["study"], model)
+    if study is not None and depth == "common":
+        others = (_at_common_depth(other, cluster, calibration, ep, workload.optimizer) for other in study.models[1:])
+        study = replace(study, models=(model, *others))
     files = [model_file, cluster_file, calibration_file]
     files += [read.shipped("model").get(other.name) for other in study.models[1:]] if study else []
     warning = context_warning(model, workload.seq)

@@ -24,7 +24,8 @@ DEFAULTS = {
     "budget": DEFAULT_BUDGET,
 }
 """Fields of RunConfig with the defaults of conf/config.yaml."""
-WORKLOAD_DEFAULTS = {"micro_batch": None, "skew": 1.0, "stragglers": ()}
+WORKLOAD_DEFAULTS = {"micro_batch": None, "skew": 1.0, "stragglers": (), "optimizer": "megatron"}
+"""Fields of Workload likewise, but for the length and the batch, which a record names."""
 
 
 def deviations(config: RunConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from bench.config import RunConfig
 from bench.evaluate import OWN_SYSTEM, Known, Row
 from bench.points import Answer, Task, answers, asked
 from bench.study import Setting
-from disagmoe.specs import ModelSpec
+from disagmoe.specs import ModelSpec, load_model
 
 BEST = "best baseline"
 OVER = (REFERENCE, BEST)
@@ -86,9 +86,12 @@ def based(config: RunConfig, model: ModelSpec) -> RunConfig:
     """The unchanged configuration of one model of the study."""
     if len(config.views) != 1:
         raise ValueError("a study is in one view: add transport=native or transport=uniform")
-    return replace(
-        config, study=None, model=model, full_layers=model.layers if model != config.model else config.full_layers
-    )
+    return replace(config, study=None, model=model, full_layers=full_layers(config, model))
+
+
+def full_layers(config: RunConfig, model: ModelSpec) -> int:
+    """Layers of a model of the study before it was cut."""
+    return config.full_layers if model.name == config.model.name else load_model(model.name).layers
 
 
 def places(config: RunConfig) -> Iterator[Place]:

@@ -102,7 +102,10 @@ def _header(config: RunConfig, identity: Identity, call: Call) -> dict[str, Any]
         "schema": SCHEMA_NAME,
         "run": run_block(identity, call.command, config.tag),
         "kind": config.study.kind,
-        "models": [{"name": model.name, "title": model.title} for model in config.study.models],
+        "models": [
+            {"name": m.name, "title": m.title, "layers": m.layers, "of": sensitivity.full_layers(config, m)}
+            for m in config.study.models
+        ],
         "axes": [{"axis": axis, "settings": settings} for axis, settings in config.study.axes],
         "plans": config.study.plans,
         "bases": sensitivity.base_settings(config),

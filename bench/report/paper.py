@@ -209,10 +209,19 @@ def _compare(results: Results, claim: Claim) -> dict[str, Any]:
         ours = claim.ours(results)
     except NotComparableError as reason:
         return {**row, "ours": None, "verdict": "not comparable", "note": str(reason)}
-    above_low = claim.low is None or ours >= claim.low - claim.slack
-    below_high = claim.high is None or ours <= claim.high + claim.slack
-    verdict = "inside" if above_low and below_high else "outside"
-    return {**row, "ours": ours, "verdict": verdict, "note": claim.note}
+    return {**row, "ours": ours, "verdict": verdict(ours, claim.low, claim.high, claim.slack), "note": claim.note}
+
+
+def verdict(ours: float, low: float | None, high: float | None, slack: float) -> str:
+    """Whether a value lies in a published range, up to the rounding of what was printed."""
+    above_low = low is None or ours >= low - slack
+    below_high = high is None or ours <= high + slack
+    return "inside" if above_low and below_high else "outside"
+
+
+def check_setting(results: Results) -> None:
+    """Raises NotComparableError where a run is not in the paper's setting: a model, a length, 128 H800, all layers."""
+    _setting(results)
 
 
 def value_text(value: float | None, unit: str) -> str:

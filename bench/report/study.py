@@ -89,7 +89,7 @@ def plan_text(plan: Mapping[str, Any] | None) -> str:
 def header(record: Record) -> list[tuple[str, str]]:
     """Labelled lines above the tables."""
     workload = record["workload"]
-    titles = ", ".join(f"{model['title']} ({model['name']})" for model in record["models"])
+    titles = ", ".join(f"{m['title']} ({m['name']}, {m['layers']} of {m['of']} layers)" for m in record["models"])
     origin = ORIGIN[str(record["backend"])]
     lines = [
         ("numbers", f"{origin} on {record['cluster']['name']} (calibration {record['calibration']})"),

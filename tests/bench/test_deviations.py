@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from bench.deviations import DEFAULTS, WORKLOAD_DEFAULTS, deviations
 from bench.report.facts import settings_text
 from disagmoe.allocator.tuner import DEFAULT_BUDGET
+from disagmoe.specs import Workload
 from tests.bench.helpers import config, group, values
 
 
@@ -19,6 +20,10 @@ def test_the_defaults_are_those_of_the_configuration_file() -> None:
     for key, default in {**DEFAULTS, **WORKLOAD_DEFAULTS}.items():
         given = tuple(plain[key]) if isinstance(plain[key], list) else plain[key]
         assert given == default, key
+
+
+def test_every_field_of_the_workload_is_named_somewhere() -> None:
+    assert {field.name for field in fields(Workload)} == {*WORKLOAD_DEFAULTS, "seq", "global_batch"}
 
 
 def test_nothing_to_say_by_default() -> None:
@@ -31,6 +36,7 @@ def test_nothing_to_say_by_default() -> None:
         ({"skew": 1.5}, {"skew": 1.5}),
         ({"stragglers": [[0, 1.5]]}, {"stragglers": [[0, 1.5]]}),
         ({"merge": "rank"}, {"merge": "rank"}),
+        ({"optimizer": "precision_aware"}, {"optimizer": "precision_aware"}),
         ({"ep": "auto"}, {"ep": "auto"}),
         ({"ep": 2}, {"ep": 2}),
         ({"contention_scale": 0.5}, {"contention_scale": 0.5}),
