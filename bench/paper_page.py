@@ -1,0 +1,249 @@
+"""`python -m bench.paper_page [results_dir]`: results/paper.md, paper.csv and paper.png|svg from what was run.
+
+Every claim of the paper beside ours, per model, length, calibration and batch, with
+a verdict, and where the differences come from. Reads results only: `make sweep-paper`
+makes them first. Decides the order of the page; its numbers are `paper_entries.py`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from bench.collect import write_text
+from bench.paper_entries import FALL, Entry, Record, entries, runs_of_the_paper, studies_of_the_paper, times_of
+from bench.replay import KEPT
+from bench.report import paper
+from bench.report.columns import DASH
+from bench.report.facts import ORIGIN, Results
+from bench.report.grid import Grid, escaped, markdown_lines
+from bench.report.reasons import explanations, reasons_grid
+from bench.report.study import CLAIM_TITLES, seconds, times
+from bench.report.text import length
+
+PAGE, TABLE = "paper.md", "paper.csv"
+MARK = {"inside": "✓", "outside": "✗", "not comparable": ""}
+
+
+def page(runs: Sequence[Results], studies: Sequence[Record]) -> str:
+    """The whole page as Markdown."""
+    found = entries(runs, studies)
+    lines = list(_introduction(runs, studies))
+    lines += markdown_lines(summary_grid(found))
+    lines += ["", "![ours beside the paper's ranges](paper.png)"]
+    for claim in paper.CLAIMS[:8]:
+        grid = _matrix([entry for entry in found if entry.claim == claim.text], claim)
+        lines += markdown_lines(grid, 3) if grid.cells else []
+    lines += [
+        "",
+        f"{MARK['inside']} inside, {MARK['outside']} outside the published range (last printed digit included).",
+    ]
+    for axis in CLAIM_TITLES:
+        lines += _study_section(axis, studies, found)
+    lines += markdown_lines(reasons_grid(runs))
+    lines += ["", "### Points outside the range of the speed-up over Megatron-1F1B, default batch", ""]
+    lines += [f"- {escaped(line)}" for line in explanations([run for run in runs if times_of(run) == 1])]
+    lines += ["", "## Not comparable", ""]
+    lines += [f"- {escaped(line)}" for line in _not_comparable(found)]
+    return "\n".join(lines) + "\n"
+
+
+def _introduction(runs: Sequence[Results], studies: Sequence[Record]) -> Iterator[str]:
+    origins = ", ".join(dict.fromkeys(ORIGIN[str(run["backend"])] for run in runs))
+    clusters = ", ".join(dict.fromkeys(str(run["cluster"]["name"]) for run in runs))
+    yield from (f"# Against the DisagMoE paper ({origins})", "")
+    yield (
+        f"Ours are {origins} on {clusters}; the paper's ([arXiv 2605.11005](https://arxiv.org/abs/2605.11005)) were"
+        " measured, are read from public summaries, and are inputs of nothing here."
+    )
+    yield (
+        "Native view: the baselines on NCCL, DisagMoE on its own transport with copies merged per node. A verdict"
+        " compares one result with the published range; the paper gives no error bars."
+    )
+    large = [run for run in runs if times_of(run) > 1]
+    if any((run.get("settings") or {}).get("plans_from") for run in large):
+        yield (
+            f"At the larger batch no new search is made: the best {KEPT} plans of every system at the default batch are"
+            " simulated again there. Few micro-batches flatter DisagMoE, hence the second batch."
+        )
+    for calibration in dict.fromkeys(str(run["calibration"]) for run in runs):
+        yield f"Calibration {calibration}: " + _about(calibration)
+    yield ""
+    ids = [str(record["run"]["id"]) for record in (*runs, *studies)]
+    yield f"From {len(runs)} comparisons and {len(studies)} studies of single claims: {', '.join(sorted(ids))}."
+
+
+def _about(calibration: str) -> str:
+    from disagmoe.cost.calibration import calibration_names, load_calibration
+
+    return load_calibration(calibration).about if calibration in calibration_names() else "a file of yours."
+
+
+def summary_grid(found: Sequence[Entry]) -> Grid:
+    """One line per claim: how many comparable results lie inside, per calibration and batch, and their range."""
+    columns = sorted({(entry.calibration, entry.times) for entry in found})
+    cells = []
+    for claim in dict.fromkeys(entry.claim for entry in found):
+        mine = [entry for entry in found if entry.claim == claim]
+        published = paper.range_text(vars(mine[0]))
+        counts = [_count([e for e in mine if (e.calibration, e.times) == column]) for column in columns]
+        values = [entry.ours for entry in mine if entry.ours is not None]
+        ours = DASH if not values else _span(min(values), max(values), mine[0].unit)
+        cells.append((claim, published, *counts, ours))
+    headings = ("claim", "paper, measured", *(f"{name}, batch {n}×" for name, n in columns), "ours, all")
+    return Grid("Verdicts: inside the published range, of those comparable", headings, tuple(cells))
+
+
+def _count(mine: Sequence[Entry]) -> str:
+    judged = [entry for entry in mine if entry.verdict != "not comparable"]
+    return f"{sum(entry.verdict == 'inside' for entry in judged)} of {len(judged)}" if judged else DASH
+
+
+def _span(low: float, high: float, unit: str) -> str:
+    return paper.range_text({"low": low, "high": high, "unit": unit})
+
+
+def _matrix(mine: Sequence[Entry], claim: paper.Claim) -> Grid:
+    """Ours by model, calibration and batch over the lengths; claims of one length have one column."""
+    judged = [entry for entry in mine if entry.verdict != "not comparable"]
+    lengths = sorted({entry.seq for entry in judged})
+    lines: dict[tuple[str, str, int], dict[int, str]] = {}
+    for entry in mine:
+        if entry.seq in lengths and any((e.model, e.seq) == (entry.model, entry.seq) for e in judged):
+            text = f"{paper.value_text(entry.ours, entry.unit)} {MARK[entry.verdict]}".strip()
+            lines.setdefault((entry.model, entry.calibration, entry.times), {})[entry.seq] = text
+    cells = [
+        (model, calibration, f"{n}×", *(found.get(seq, DASH) for seq in lengths))
+        for (model, calibration, n), found in sorted(lines.items())
+    ]
+    published = paper.range_text({"low": claim.low, "high": claim.high, "unit": claim.unit})
+    headings = ("model", "calibration", "batch", *map(length, lengths))
+    title = f"{claim.text}: paper {published}" + (f" ({claim.note})" if claim.note else "")
+    return Grid(title, headings, tuple(cells), frozenset({0, 1}))
+
+
+# ---- what the study says --------------------------------------------------------------------------------------------
+
+
+def _study_section(axis: str, studies: Sequence[Record], found: Sequence[Entry]) -> list[str]:
+    """One group of points per calibration and what the claims make of them."""
+    lines: list[str] = []
+    for record in studies:
+        points = [point for point in record["points"] if point["axis"] == axis]
+        if points:
+            title = f"{CLAIM_TITLES[axis]}, calibration {record['calibration']}"
+            headings, cells = _ratio_cells(points) if axis == "ratio" else _plain_cells(points)
+            lines += markdown_lines(Grid(title, headings, cells, frozenset({0, 2})))
+    if axis == "ratio" and lines:
+        steps = [e for e in found if e.claim in (paper.CLAIMS[-2].text, FALL) and e.ours is not None]
+        lines += ["", escaped(f"The 16:10 arithmetic: {paper.RATIO_ARITHMETIC}.")]
+        lines += [
+            "",
+            f"{len(steps)} points of claims about ratios other than the best are in {TABLE}." if steps else "",
+        ]
+    return lines
+
+
+def _ratio_cells(points: Sequence[Record]) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    """Steps at fixed ratios, against 16:16 per step and per GPU of the two groups."""
+    base = {(p["model"], p["seq"]): p for p in points if p["setting"] == "16:16" and p["status"] == "ok"}
+    cells = []
+    for point in points:
+        gain = per_gpu = None
+        equal = base.get((point["model"], point["seq"]))
+        if equal is not None and point["status"] == "ok":
+            gain = float(equal["step_s"]) / float(point["step_s"])
+            per_gpu = gain * 32 / sum(int(part) for part in str(point["setting"]).split(":"))
+        cells.append(
+            (*_start(point), times(gain), times(per_gpu), times(point["speedup_over_reference"]), _reason(point))
+        )
+    headings = ("model", "seq", "A:F", "step [s]", "over 16:16", "per GPU of a group", "over megatron_1f1b", "")
+    return headings, tuple(cells)
+
+
+def _plain_cells(points: Sequence[Record]) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    headings = ("model", "seq", "setting", "step [s]", "over megatron_1f1b", "EP", "memory [GiB]", "")
+    cells = [
+        (
+            *_start(point),
+            times(point["speedup_over_reference"]),
+            str((point["plan"] or {}).get("ep", DASH)),
+            DASH if point["needed_gib"] is None else f"{point['needed_gib']:.1f}",
+            _reason(point),
+        )
+        for point in points
+    ]
+    return headings, tuple(cells)
+
+
+def _start(point: Record) -> tuple[str, str, str, str]:
+    ran = point["status"] == "ok"
+    step = seconds(point["step_s"]) if ran else str(point["status"]).replace("_", " ")
+    return str(point["model"]), length(int(point["seq"])), str(point["setting"]), step
+
+
+def _reason(point: Record) -> str:
+    return "" if point["status"] == "ok" else str(point["reason"])
+
+
+def _not_comparable(found: Sequence[Entry]) -> Iterator[str]:
+    """Every claim and reason once, with how often."""
+    counted: dict[tuple[str, str], int] = {}
+    for entry in found:
+        if entry.verdict == "not comparable":
+            counted[entry.claim, entry.note] = counted.get((entry.claim, entry.note), 0) + 1
+    for (claim, note), count in counted.items():
+        yield f"{claim}: {note} ({count} result{'s' if count > 1 else ''})"
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def table(found: Sequence[Entry]) -> str:
+    """paper.csv: one line per claim and result."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(Entry.__dataclass_fields__), lineterminator="\n")
+    writer.writeheader()
+    for entry in found:
+        values: Mapping[str, object] = vars(entry)
+        writer.writerow({key: "" if value is None else value for key, value in values.items()})
+    return out.getvalue()
+
+
+def write_page(results_dir: Path) -> list[Path]:
+    """Write the page, its table and its picture; returns the files. Raises ValueError where nothing was run."""
+    from bench.report.paper_figure import write_figure
+
+    runs = runs_of_the_paper(results_dir) if results_dir.is_dir() else []
+    if not runs:
+        raise ValueError(f"{results_dir} holds no run in the paper's setting: make sweep-paper")
+    runs.sort(
+        key=lambda run: (times_of(run), str(run["calibration"]), str(run["model"]["name"]), run["workload"]["seq"])
+    )
+    studies = studies_of_the_paper(results_dir)
+    found = entries(runs, studies)
+    write_text(results_dir / PAGE, page(runs, studies))
+    write_text(results_dir / TABLE, table(found))
+    return [results_dir / PAGE, results_dir / TABLE, *write_figure(found, results_dir)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench.paper_page", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("results_dir", nargs="?", type=Path, default=Path("results"))
+    options = parser.parse_args(arguments)
+    try:
+        for path in write_page(options.results_dir):
+            print(path)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
