@@ -28,7 +28,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from bench.config import FROM_FILE, RunConfig, resolve
+from bench.choices import FROM_FILE
+from bench.config import RunConfig, resolve
 from bench.identity import ROOT
 from bench.overrides import explain, rewrite
 from bench.publish import LockTimeout

@@ -15,20 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from baselines.registry import REFERENCE, get_system, system_class, system_names
+from bench.choices import read_calibration, read_cluster, read_model
 from bench.selection import WHOLE, Selection, read_selection
 from bench.study import Study, study_from_mapping
 from disagmoe.allocator.tuner import DEFAULT_BUDGET
-from disagmoe.cost.calibration import MERGES, TRANSPORTS, calibration_from_mapping, load_calibration
+from disagmoe.cost.calibration import MERGES, TRANSPORTS, load_calibration
 from disagmoe.specs import (
     ClusterSpec,
     ModelSpec,
     Workload,
-    cluster_from_mapping,
     context_warning,
     default_global_batch,
-    load_cluster,
-    load_model,
-    model_from_mapping,
     parse_size,
 )
 from disagmoe.specs import fields as read
@@ -44,10 +41,6 @@ IMPLEMENTATIONS = ("equivalent",)
 DEPTHS = ("full", "common")
 ARTIFACTS = ("all", "tables", "auto")
 PLANS_FROM = ("default_batch",)
-MODEL_FROM_FILE = "hf"
-"""Option of the group `model` that holds no model but a path to one."""
-FROM_FILE = "file"
-"""Option of the groups `cluster` and `calibration` that holds a path."""
 MAX_TAG = 200
 SETTINGS = (
     *("model", "cluster", "calibration", "seq", "batch", "micro_batch", "skew", "stragglers", "optimizer"),
@@ -114,9 +107,9 @@ def resolve(values: Options, choices: Mapping[str, str | None], *, sweep: bool =
     tables unless told otherwise. Raises ValueError.
     """
     _check_settings(values)
-    model, full_layers, model_file = _model(values["model"], choices["model"])
-    cluster, cluster_file = _cluster(values["cluster"], choices["cluster"])
-    calibration, calibration_file = _calibration(values.get("calibration"), choices.get("calibration"), cluster)
+    model, full_layers, model_file = read_model(values["model"], choices["model"])
+    cluster, cluster_file = read_cluster(values["cluster"], choices["cluster"])
+    calibration, calibration_file = read_calibration(values.get("calibration"), choices.get("calibration"), cluster)
     workload = _workload(values, cluster)
     systems = _systems(values["systems"])
     artifacts = _one_of("artifacts", values["artifacts"], ARTIFACTS)
@@ -207,52 +200,6 @@ def _positive(key: str, value: object, otherwise: str = "") -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ValueError(f"{key}={_shown(value)}: allowed: a positive integer{' ' + otherwise if otherwise else ''}")
     return value
-
-
-def _path(group: str, mapping: Options) -> Path:
-    """The path a group option `file` or `hf` carries."""
-    value = mapping.get("path")
-    if not isinstance(value, str) or value in ("", "???"):
-        raise ValueError(f"{group}.path must name a file: {group}=<path>")
-    return Path(value).expanduser()
-
-
-def _model(mapping: Options, choice: str | None) -> tuple[ModelSpec, int, Path | None]:
-    """The model, its layers before `model.layers=` cut it, and its file."""
-    if choice == MODEL_FROM_FILE:
-        path = _path("model", mapping)
-        model = load_model(str(path))
-        return model, model.layers, path / "config.json" if path.is_dir() else path
-    path_of = read.shipped("model")
-    given = {"name": choice, **mapping}
-    layers = given.get("layers")
-    if choice in path_of and isinstance(layers, int):
-        full = load_model(choice).layers
-        if 0 < layers < full:  # the first layers of the whole model, with those of them that are dense or windowed
-            return model_from_mapping({**given, "layers": full}).with_layers(layers), full, path_of[choice]
-    model = model_from_mapping(given)
-    return model, model.layers, path_of.get(choice or "")
-
-
-def _cluster(mapping: Options, choice: str | None) -> tuple[ClusterSpec, Path | None]:
-    if choice == FROM_FILE:
-        path = _path("cluster", mapping)
-        return load_cluster(str(path)), path
-    return cluster_from_mapping({"name": choice, **mapping}), read.shipped("cluster").get(choice or "")
-
-
-def _calibration(mapping: Options | None, choice: str | None, cluster: ClusterSpec) -> tuple[str, Path | None]:
-    """Name (or path) and file of the calibration: the one asked for, otherwise the cluster's."""
-    name = choice or cluster.calibration
-    if choice == FROM_FILE:
-        name = str(_path("calibration", mapping or {}))
-    loaded = load_calibration(name)  # raises where there is none of this name
-    if mapping and choice != FROM_FILE and calibration_from_mapping(mapping, name) != loaded:
-        raise ValueError(
-            f"the numbers of calibration {name} carry their sources and are not set one by one: "
-            "change a copy of its file and use calibration=<path>"
-        )
-    return name, read.shipped("calibration").get(name, Path(name))
 
 
 def _workload(values: Options, cluster: ClusterSpec) -> Workload:

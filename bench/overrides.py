@@ -16,7 +16,7 @@ import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from bench.config import FROM_FILE, MODEL_FROM_FILE
+from bench.choices import FROM_FILE, MODEL_FROM_FILE
 
 PATH_OPTION: Mapping[str, str] = {"model": MODEL_FROM_FILE, "cluster": FROM_FILE, "calibration": FROM_FILE}
 """Groups that take a path, and the option of each that carries it."""
