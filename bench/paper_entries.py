@@ -95,24 +95,19 @@ def studies_of_the_paper(results_dir: Path) -> list[Record]:
 
 
 def entries(runs: Sequence[Results], studies: Sequence[Record]) -> list[Entry]:
-    """Every claim against every run, in the order of the claims; what the study answers comes from there."""
+    """Every claim against every run, in the order of the claims; what a study answers comes from there."""
+    answers = [entry for record in studies for entry in study_entries(record)]
+    answered = {entry.claim for entry in answers}
     by_claim: dict[str, list[Entry]] = {claim.text: [] for claim in paper.CLAIMS}
     for results in runs:
+        place = (model_of(results), int(results["workload"]["seq"]), calibration_name(results), times_of(results))
         for row in paper.compare(results):
-            place = (model_of(results), int(results["workload"]["seq"]), calibration_name(results), times_of(results))
-            value = (row["ours"], row["low"], row["high"], row["unit"], row["verdict"], row["note"])
-            if row["claim"] in by_claim and not (
-                studies and row["verdict"] == "not comparable" and _answered(row["claim"])
-            ):
+            if row["verdict"] != "not comparable" or row["claim"] not in answered:
+                value = (row["ours"], row["low"], row["high"], row["unit"], row["verdict"], row["note"])
                 by_claim[row["claim"]].append(Entry(row["claim"], *place, "tuned", *value))
-    for record in studies:
-        for entry in study_entries(record):
-            by_claim.setdefault(entry.claim, []).append(entry)
+    for entry in answers:
+        by_claim.setdefault(entry.claim, []).append(entry)
     return [entry for found in by_claim.values() for entry in found]
-
-
-def _answered(claim: str) -> bool:
-    return claim in (TOP_K, BEST_RATIO, RATIO_GAIN, RATIO_STEP, STAGES)
 
 
 def study_entries(record: Record) -> Iterator[Entry]:
