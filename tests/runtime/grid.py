@@ -29,8 +29,6 @@ def _rings() -> Iterator[Case]:
     yield Case(p=2, m=3, n=2, layers=3, microbatches=3, sequences=7, seq=3)
     yield Case(p=3, m=1, n=2, layers=4, microbatches=3, sequences=4, seq=3, head="next_a")
     yield Case(p=3, m=2, n=1, layers=4, microbatches=3, sequences=7, seq=3)
-    yield Case(p=3, m=3, n=1, layers=4, microbatches=3, sequences=9)
-    yield Case(p=3, m=3, n=2, layers=4, microbatches=3, sequences=9)
     yield Case(dp=3, layers=3, microbatches=2, sequences=7, seq=3)
     yield Case(dp=2, p=2, layers=3, microbatches=3, sequences=7, seq=3)
 
