@@ -9,7 +9,7 @@ in `report/paper.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ RATIO_SLACK = 0.15
 
 @dataclass(frozen=True)
 class Entry:
-    """One claim held against one result; `times` is the batch in multiples of the default one."""
+    """One claim held against one result: `times` is the batch in multiples of the default one, `run` the id."""
 
     claim: str
     model: str
@@ -47,6 +47,7 @@ class Entry:
     unit: str
     verdict: str
     note: str
+    run: str = ""
 
 
 def runs_of_the_paper(results_dir: Path) -> list[Results]:
@@ -96,7 +97,7 @@ def studies_of_the_paper(results_dir: Path) -> list[Record]:
 
 def entries(runs: Sequence[Results], studies: Sequence[Record]) -> list[Entry]:
     """Every claim against every run, in the order of the claims; what a study answers comes from there."""
-    answers = [entry for record in studies for entry in study_entries(record)]
+    answers = [replace(e, run=str(record["run"]["id"])) for record in studies for e in study_entries(record)]
     answered = {entry.claim for entry in answers}
     by_claim: dict[str, list[Entry]] = {claim.text: [] for claim in paper.CLAIMS}
     for results in runs:
@@ -104,7 +105,7 @@ def entries(runs: Sequence[Results], studies: Sequence[Record]) -> list[Entry]:
         for row in paper.compare(results):
             if row["verdict"] != "not comparable" or row["claim"] not in answered:
                 value = (row["ours"], row["low"], row["high"], row["unit"], row["verdict"], row["note"])
-                by_claim[row["claim"]].append(Entry(row["claim"], *place, "tuned", *value))
+                by_claim[row["claim"]].append(Entry(row["claim"], *place, "tuned", *value, str(results["run"]["id"])))
     for entry in answers:
         by_claim.setdefault(entry.claim, []).append(entry)
     return [entry for found in by_claim.values() for entry in found]
@@ -188,7 +189,7 @@ def _stages_entry(place: tuple[str, int, str, int], points: Sequence[Record]) ->
         f"v = layers / p, so {nearest} is the nearest to 16 that there is; best of {_listed(steps)} with EP {STAGES_EP}"
     )
     entry = _held(STAGES, place, f"v={best}", float(best), note)
-    return Entry(**{**vars(entry), "verdict": "inside" if best == nearest else "outside"})
+    return replace(entry, verdict="inside" if best == nearest else "outside")
 
 
 STAGES_EP = 16

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from bench.report import paper
-from bench.report.style import INK, MUTED, axes_at, canvas, drawing, footer, headline, save
+from bench.report.style import GRID, INK, MUTED, axes_at, canvas, drawing, footer, headline, save
 from bench.report.text import length
 
 CLAIMS = paper.CLAIMS[:4]
@@ -103,6 +103,8 @@ def _panel(
     axes.set_title(f"{claim.text}: paper {published}", loc="left", fontsize=9.5)
     axes.set_xticks(range(len(lengths)), [length(seq) for seq in lengths])
     axes.set_xlim(-0.5, len(lengths) - 0.5)
+    for border in range(1, len(lengths)):
+        axes.axvline(border - 0.5, color=GRID, linewidth=0.8, zorder=0)
     values = [point.ours or 1.0 for point in mine]
     axes.set_ylim(min([0.9, *values]) - 0.08, max([high, 1.1, *values]) + 0.08)
     axes.tick_params(axis="x", length=0)
