@@ -2,8 +2,9 @@
 
 Two neighbouring tuned points on different sides of 1 hold a crossing, which is
 halved in until it is known to the tolerance of its axis. Between tuned points no
-new search is made: every system tries the best plans of both ends. A crossing
-pair between two neighbouring points (there and back) goes unnoticed.
+new search is made: every system tries the best plans of both ends, and of the
+baselines only those run that come close to the fastest at one of the ends. A
+crossing pair between two neighbouring points (there and back) goes unnoticed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from disagmoe.specs.workload import BATCH_MULTIPLE
 
 SHARE = 0.01
 """Tolerance as a share of the range of an axis."""
+CLOSE = 1.1
+"""A baseline this much slower than the fastest at both ends is not the fastest in between."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +110,9 @@ def _tolerance(config: RunConfig, model: str, axis: str, span: float) -> float:
 
 def _known(config: RunConfig, over: str, left: Standing, right: Standing) -> dict[str, Known]:
     """The best candidates of both ends, of every system whose step matters."""
-    names = competitors(config) if over == BEST else (OWN_SYSTEM, over)
+    names = {OWN_SYSTEM, *(_close(left) | _close(right))} if over == BEST else {OWN_SYSTEM, over}
     merged: dict[str, Known] = {}
-    for name in names:
+    for name in (name for name in competitors(config) if name in names):
         one, other = left.known(name), right.known(name)
         merged[name] = {
             label: tuple(c for i, c in enumerate(both) if c not in both[:i])
@@ -117,6 +120,17 @@ def _known(config: RunConfig, over: str, left: Standing, right: Standing) -> dic
             for both in [[*one[label], *other.get(label, ())]]
         }
     return merged
+
+
+def _close(standing: Standing) -> set[str]:
+    """The baselines whose step comes close to that of the fastest."""
+    fastest = standing.rival(BEST)
+    steps = {
+        name: min(float(one.row["step_time_s"]) for one in reply if one.row["status"] == "ok")
+        for name, reply in standing.answers.items()
+        if name != OWN_SYSTEM and any(one.row["status"] == "ok" for one in reply)
+    }
+    return {name for name, step in steps.items() if fastest and step <= CLOSE * float(fastest["step_time_s"])}
 
 
 def _narrow(config: RunConfig, brackets: list[Bracket], progress: Progress, processes: int | None) -> list[Bracket]:

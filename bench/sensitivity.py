@@ -192,6 +192,7 @@ def point(place: Place, standing: Standing) -> dict[str, Any]:
         "model": place.model,
         "axis": place.axis or "base",
         "setting": axis.text(place.setting) if axis else "",
+        "ep": (own["plan"] or {}).get("ep"),
         "status": own["status"],
         "reason": f"{label(own)}: {own['reason']}" if own["reason"] else "",
         "step_s": own["step_time_s"],

@@ -27,6 +27,7 @@ CLAIM_TITLES = {
     "depth": "depth p of the ring, and virtual stages v = layers / p",
 }
 READ = (
+    "Where disagmoe does not fit with the expert-parallel size asked for, it takes the smallest that fits (column EP).",
     "One thing is changed at a time. Speed-ups are step times of the other system ÷ DisagMoE's, above 1 where DisagMoE"
     " is faster.",
     "Settings marked (disagmoe) change that system alone; the others stay as at the base.",
@@ -177,10 +178,19 @@ def crossing_text(crossing: Mapping[str, Any]) -> str:
 def _points_grid(record: Record, name: str, title: str) -> Grid:
     rows = [point for point in record["points"] if point["model"] == name]
     headings = (
-        *("varied", "setting", "step [s]", f"over {REFERENCE}", "over the best baseline", "which is", "its step [s]"),
+        *(
+            "varied",
+            "setting",
+            "EP",
+            "step [s]",
+            f"over {REFERENCE}",
+            "over the best baseline",
+            "which is",
+            "its step [s]",
+        ),
         *("exposed [s]", "bubble [s]", "micro-batches", "plan of disagmoe"),
     )
-    return Grid(f"{title} ({name})", headings, tuple(_point_cells(row) for row in rows), frozenset({0, 1, 5, 10}))
+    return Grid(f"{title} ({name})", headings, tuple(_point_cells(row) for row in rows), frozenset({0, 1, 6, 11}))
 
 
 def _point_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -189,6 +199,7 @@ def _point_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         axis,
         str(row["setting"]) or DASH,
+        str(row.get("ep") or DASH),
         seconds(row["step_s"]) if row["status"] == "ok" else status,
         times(row["speedup_over_reference"]),
         times(row["speedup_over_best"]),

@@ -53,15 +53,22 @@ def spans(record: Mapping[str, Any], model: str, measure: str) -> tuple[float | 
     """The gain at the base, and the axes by falling span. The base belongs to every numeric axis."""
     mine = [point for point in record["points"] if point["model"] == model]
     base = next((finite(point[measure]) for point in mine if point["axis"] == "base"), None)
+    usual = next((point.get("ep") for point in mine if point["axis"] == "base"), None)
     found = []
     for axis in dict.fromkeys(str(point["axis"]) for point in mine if point["axis"] != "base"):
         rows = [point for point in mine if point["axis"] == axis]
-        gains = [(str(row["setting"]), gain) for row in rows if (gain := finite(row[measure])) is not None]
+        gains = [(_named(row, usual), gain) for row in rows if (gain := finite(row[measure])) is not None]
         if base is not None and axis in record["bases"]:
             gains.append((str(record["bases"][axis]), base))
         lost = tuple(str(row["setting"]) for row in rows if finite(row[measure]) is None)
         found.append(Span(AXES[axis].title, tuple(gains), lost))
     return base, sorted(found, key=lambda span: -span.width)
+
+
+def _named(point: Mapping[str, Any], usual: int | None) -> str:
+    """A setting, with the expert-parallel size where it differs from the base's."""
+    setting, ep = str(point["setting"]), point.get("ep")
+    return setting if ep in (None, usual) else f"{setting} (EP {ep})"
 
 
 def write_tornado(record: Mapping[str, Any], directory: Path) -> list[Path]:

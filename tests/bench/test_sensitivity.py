@@ -160,6 +160,19 @@ def test_no_crossing_and_two_of_them(answered: Callable[..., list[Task]]) -> Non
     assert (first, second) == (pytest.approx(1.5, abs=0.02), pytest.approx(2.5, abs=0.02))
 
 
+def test_between_points_only_baselines_that_come_close_are_run(answered: Callable[..., list[Task]]) -> None:
+    steps = {REFERENCE: 2.3, "tutel": 2.0}
+    seen = answered(lambda task: steps.get(task.system, task.config.workload.skew))
+    run = study({"skew": [1, 3]})
+    (_, over_best) = crossings(run, measure(run, print), print)
+    assert over_best.values[0] == pytest.approx(2.0, abs=0.02)
+    over_reference = {task.name for task in seen if task.system == REFERENCE and task.known}
+    both = {task.name for task in seen if task.system == "tutel" and task.known}
+    assert over_reference  # asked for its own crossing only, at 2.3
+    assert both
+    assert not {name.split()[1] for name in both} & {name.split()[1] for name in over_reference} - {"skew=2"}
+
+
 def test_batches_are_halved_in_multiples_of_128(answered: Callable[..., list[Task]]) -> None:
     """Even at 700 sequences: the nearest multiples are 640 and 768."""
     seen = answered(lambda task: task.config.workload.global_batch / 700 if task.system == OWN else 1.0)

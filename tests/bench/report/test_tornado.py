@@ -50,6 +50,15 @@ def test_bars_by_falling_span_with_the_base_on_numeric_axes() -> None:
     assert (bars[2].gains, bars[2].lost, bars[2].width) == ((), ("last_f", "next_a"), 0.0)
 
 
+def test_another_expert_parallel_size_is_named() -> None:
+    made = record()
+    for point in made["points"]:
+        point["ep"] = 32 if point["setting"] == "node" else 16
+    _, bars = spans(made, "m", "speedup_over_best")
+    assert bars[0].high == ("node (EP 32)", 1.1)
+    assert bars[0].low == ("none", 0.6)
+
+
 def test_the_picture_says_what_it_shows() -> None:
     with drawing():
         figure = tornado_figure(record())
