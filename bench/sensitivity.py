@@ -208,6 +208,15 @@ def point(place: Place, standing: Standing) -> dict[str, Any]:
     }
 
 
+def remarks(standings: Mapping[Place, Standing]) -> list[str]:
+    """What a reader of the points must know of the base."""
+    own = next(standing.own for standing in standings.values())
+    factors = own["contention"]
+    if factors["compute"] != 1.0 or factors["comm"] != 1.0:
+        return []
+    return [f"{OWN_SYSTEM} on {own['transport']} has no contention to scale: that axis changes the other systems only"]
+
+
 def label(row: Row) -> str:
     """Name of a row."""
     return f"{row['system']} ({row['variant']})" if row["variant"] else str(row["system"])

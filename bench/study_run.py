@@ -67,7 +67,10 @@ def _make(config: RunConfig, identity: Identity, call: Call, target: Path) -> Re
     names = ", ".join(model.name for model in config.study.models)
     print(f"{config.study.kind} of {names}: seq {config.workload.seq:,} on {config.cluster.name}", flush=True)
     with Bar(_parts(config), enabled=call.bar) as bar:
-        record = {**_header(config, identity, call), **plain(_conduct(config, bar))}
+        found = plain(_conduct(config, bar))
+        record = {**_header(config, identity, call), **found}
+        record["notes"] += found.get("remarks", [])
+        record.pop("remarks", None)
         text = json.dumps(record, sort_keys=True, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
         _validate(record)
 
@@ -93,7 +96,8 @@ def _conduct(config: RunConfig, progress: sensitivity.Progress) -> dict[str, Any
         return claims.conduct(config, progress)
     standings = sensitivity.measure(config, progress)
     found = crossing.crossings(config, standings, lambda name: progress(f"crossings, {name}"))
-    return {"points": [sensitivity.point(*pair) for pair in standings.items()], "crossings": found}
+    points = [sensitivity.point(*pair) for pair in standings.items()]
+    return {"points": points, "crossings": found, "remarks": sensitivity.remarks(standings)}
 
 
 def _header(config: RunConfig, identity: Identity, call: Call) -> dict[str, Any]:

@@ -27,10 +27,10 @@ CLAIM_TITLES = {
     "depth": "depth p of the ring, and virtual stages v = layers / p",
 }
 READ = (
-    "Where disagmoe does not fit with the expert-parallel size asked for, it takes the smallest that fits (column EP).",
     "One thing is changed at a time. Speed-ups are step times of the other system ÷ DisagMoE's, above 1 where DisagMoE"
     " is faster.",
     "Settings marked (disagmoe) change that system alone; the others stay as at the base.",
+    "Where disagmoe does not fit with the expert-parallel size asked for, it takes the smallest that fits (column EP).",
 )
 
 
@@ -103,7 +103,7 @@ def header(record: Record) -> list[tuple[str, str]]:
         lines.append(("compared", ", ".join(record["systems"])))
     if settings_text(record):
         lines.append(("settings", settings_text(record)))
-    return lines + [("assumes", str(note)) for note in record["notes"]]
+    return lines + [("note", str(note)) for note in record["notes"]]
 
 
 def markdown(record: Record) -> str:

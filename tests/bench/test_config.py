@@ -60,6 +60,11 @@ def test_a_sweep_keeps_tables_only_unless_told_otherwise() -> None:
     assert resolve(values(artifacts="tables"), CHOICES).artifacts == "tables"
 
 
+def test_a_batch_in_multiples_of_the_default() -> None:
+    assert config(batch="4x").workload.global_batch == 4 * 16384  # 8,388,608 tokens / 512
+    assert config(batch="1X").workload == config(batch=None).workload
+
+
 def test_options_of_a_system() -> None:
     assert config(system={"tutel": {"degree": 4}}).system_options == {"tutel": {"degree": 4}}
     assert config().system_options == {}
@@ -114,6 +119,12 @@ def test_a_length_beyond_the_model_warns() -> None:
         ({"uniform_transport": "ib"}, ("uniform_transport=ib", "deepep")),
         ({"merge": "gpu"}, ("merge=gpu", "none, rank, node")),
         ({"ep": 0}, ("ep=0", "auto")),
+        ({"contention_scale": -1}, ("contention_scale=-1", "at least 0")),
+        ({"plans_from": "elsewhere"}, ("plans_from=elsewhere", "default_batch")),
+        ({"batch": "0x"}, ("batch='0x'", "positive")),
+        ({"study": {"kind": "x", "axes": {}}}, ("study.kind=x", "sensitivity")),
+        ({"gantt_window": "9:1"}, ("gantt_window=9:1", "start:stop")),
+        ({"gantt_workers": []}, ("gantt_workers", "[0,1,2]")),
         ({"ep": "many"}, ("ep=many", "auto")),
         ({"depth": "half"}, ("depth=half", "full, common")),
         ({"backend": "measure"}, ("backend=measure", "in this version: simulate")),

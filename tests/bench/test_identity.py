@@ -38,6 +38,9 @@ def test_equal_runs_have_equal_ids() -> None:
         {"uniform_transport": "nccl"},
         {"merge": "rank"},
         {"ep": 4},
+        {"contention_scale": 0},
+        {"plans_from": "default_batch"},
+        {"study": {"kind": "sensitivity", "axes": {"skew": [2]}}},
         {"budget": 3},
         {"tag": "again"},
     ],
@@ -49,7 +52,7 @@ def test_what_changes_numbers_changes_both_ids(changes: dict[str, Any]) -> None:
 
 
 def test_how_a_run_is_shown_or_stored_does_not_count() -> None:
-    shown = config(Path("elsewhere"), artifacts="tables", force=True, debug=True)
+    shown = config(Path("elsewhere"), artifacts="tables", force=True, debug=True, gantt_window="1:2", gantt_workers=[0])
     assert identify(shown) == identify(config())
 
 

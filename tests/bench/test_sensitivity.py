@@ -31,6 +31,7 @@ def study(axes: dict[str, Any], plans: int | None = None, **changes: Any) -> Run
 def row(system: str, step_s: float | None, status: str = "ok") -> dict[str, Any]:
     empty = dict.fromkeys(("exposed_comm_s", "bubble_s", "microbatches", "plan", "peak_memory_gib", "gpus_used"))
     reason = "" if status == "ok" else "why"
+    empty |= {"contention": {"compute": 1.2, "comm": 1.3}, "transport": "nccl"}
     return {**empty, "system": system, "variant": "", "status": status, "reason": reason, "step_time_s": step_s}
 
 
@@ -123,6 +124,16 @@ def test_a_broken_baseline_fails_the_point() -> None:
     replies["tutel"] = (Answer(row("tutel", None, "failed")),)
     found = sensitivity.point(Place("tiny"), Standing(replies))
     assert (found["status"], found["reason"]) == ("failed", "tutel: why")
+
+
+def test_a_transport_without_contention_is_remarked() -> None:
+    def remarks(compute: float) -> list[str]:
+        own = {**row(OWN, 1.0), "contention": {"compute": compute, "comm": 1.0}, "transport": "m2n_rdma"}
+        return sensitivity.remarks({Place("tiny"): Standing({OWN: (Answer(own),)})})
+
+    assert remarks(1.1) == []
+    (line,) = remarks(1.0)
+    assert "disagmoe on m2n_rdma has no contention to scale" in line
 
 
 def test_crossings_are_found_to_their_tolerance(answered: Callable[..., list[Task]]) -> None:
