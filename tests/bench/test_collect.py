@@ -127,3 +127,14 @@ def test_another_locale_changes_no_number(runs: Path) -> None:
     done = subprocess.run(command, cwd=CONF.parent, env=environment, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "1.75×" in (runs / "summary.md").read_text(encoding="utf-8")
+
+
+def test_runs_with_other_settings_stand_in_tables_of_their_own(runs: Path) -> None:
+    execute(
+        config(runs, seq=512, artifacts="tables", transport="native", systems=SYSTEMS, skew=2.0), Call(tables=False)
+    )
+    found, _ = newest_runs(runs)
+    text = markdown(frame_of(found), len(found))
+    titles = [line for line in text.splitlines() if line.startswith("## ")]
+    assert len(titles) == 2
+    assert {title.split("calibration laptop, ")[1] for title in titles} == {"ep=2", "skew=2 ep=2"}

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from bench.report import by_sequence, records
-from bench.report.sequence import METRICS, NEEDED, draw_metric, make_panels
+from bench.report.sequence import METRICS, NEEDED, draw_metric, make_panels, shown_pairs
 from bench.report.style import drawing
 
 from .sample import sample
@@ -119,3 +119,16 @@ def test_missing_columns_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="missing: stall_s"):
         by_sequence(tmp_path, frame)
     assert "stall_s" in NEEDED
+
+
+def test_a_system_that_is_applicable_nowhere_takes_no_room() -> None:
+    rows = runs(4096, 8192)
+    pairs, idle = shown_pairs(rows)
+    assert idle == ["comet"]  # not applicable in the sample
+    assert "comet" not in {label for _, label in pairs}
+    next(row for row in rows if row["system"] == "comet")["status"] = "oom"
+    assert shown_pairs(rows)[1] == []
+    panels, _ = make_panels(runs(4096))
+    with drawing():
+        figure = draw_metric(METRICS[0], panels, runs(4096), ("simulate", "h800_128", "h800"), 0)
+    assert any("not applicable anywhere here: comet" in text.get_text() for text in figure.texts)
