@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baselines.registry import REFERENCE, get_system
+from bench.comparison import OWN_SYSTEM
 from bench.config import RunConfig
-from bench.evaluate import OWN_SYSTEM, Evaluation, Outcome, Row, cost_model, evaluate, problem_of
+from bench.evaluate import Evaluation, Outcome, Row, cost_model, evaluate, problem_of
 from bench.limits import Limits, limits
 from bench.simulated import Simulated
 from disagmoe.allocator import (

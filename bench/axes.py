@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from bench.comparison import OWN_SYSTEM
 from bench.config import RunConfig
-from bench.evaluate import OWN_SYSTEM
 from bench.study import Setting
 from disagmoe.specs.workload import BATCH_MULTIPLE
 

@@ -13,8 +13,8 @@ from math import ceil
 from typing import Any
 
 from baselines.registry import REFERENCE
+from bench.comparison import OWN_SYSTEM
 from bench.config import RunConfig
-from bench.evaluate import OWN_SYSTEM
 from bench.points import answers, asked
 from bench.sensitivity import Progress, based
 from disagmoe.specs import ModelSpec, default_global_batch

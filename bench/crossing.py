@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from bench.axes import AXES, sequences
+from bench.comparison import OWN_SYSTEM
 from bench.config import RunConfig
-from bench.evaluate import OWN_SYSTEM, Known
+from bench.evaluate import Known
 from bench.points import answers
 from bench.sensitivity import BEST, OVER, Place, Progress, Standing, competitors, configuration, settings_of, tasks_at
 from disagmoe.specs.workload import BATCH_MULTIPLE

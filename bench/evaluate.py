@@ -17,6 +17,7 @@ import numpy as np
 
 from baselines.registry import REFERENCE, get_system
 from bench import plan_cache
+from bench.comparison import compare
 from bench.config import RunConfig
 from bench.replay import KEPT, from_default_batch, replayed
 from bench.side_by_side import in_order
@@ -35,8 +36,6 @@ from disagmoe.specs.devices import device
 from disagmoe.system import Candidate, Problem, Variant, variants_of
 from disagmoe.timeline.metrics import summarize, worker_metrics
 from disagmoe.timeline.timeline import Timeline
-
-OWN_SYSTEM = "disagmoe"
 
 Row = dict[str, Any]
 Known = Mapping[str, Sequence[Candidate]]
@@ -84,7 +83,7 @@ def evaluate(config: RunConfig, progress: Progress | None = None) -> Evaluation:
     views: dict[str, dict[str, Any]] = {}
     for view in config.views:
         shown = [row for row in rows if row["view"] == view]
-        _compare(shown)
+        compare(shown)
         views[view] = _describe_view(shown)
     return Evaluation(rows, outcomes, [*_notes(config), *_hints(config, rows)], views)
 
@@ -257,30 +256,6 @@ def _gpu_weight(plan: Plan) -> Any:
     """Per row: the share of the used GPUs that belongs to the row's worker."""
     gpus = np.array([w.gpus for w in plan.layout.placement.workers], dtype=np.float64)
     return (gpus / gpus.sum())[plan.program.worker]
-
-
-def _compare(rows: list[Row]) -> None:
-    """Fill in speed-ups and reductions, within one view only."""
-    by_name = {row["system"]: row for row in reversed(rows) if row["status"] == "ok"}  # the first variant counts
-    reference, own = by_name.get(REFERENCE), by_name.get(OWN_SYSTEM)
-    for row in rows:
-        if row["status"] != "ok":
-            continue
-        if reference is not None:
-            row["speedup"] = reference["step_time_s"] / row["step_time_s"]
-        if own is not None and row is not own:
-            row["exposed_comm_reduction"] = _reduction(_claimed(own), _claimed(row))
-            row["stall_reduction"] = _reduction(own["stall_s"], row["stall_s"])
-
-
-def _claimed(row: Row) -> float:
-    """Exposed dispatch, combine and P2P: what the paper's claim is about."""
-    kinds: Mapping[str, float] = row["exposed_by_kind_s"]
-    return kinds["dispatch"] + kinds["combine"] + kinds["p2p"]
-
-
-def _reduction(own: float, other: float) -> float | None:
-    return 1.0 - own / other if other > 0.0 else None
 
 
 def _describe_view(rows: list[Row]) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from typing import Any
 
 from baselines.registry import REFERENCE, get_system
 from bench.axes import AXES, Axis
+from bench.comparison import OWN_SYSTEM
 from bench.config import RunConfig
-from bench.evaluate import OWN_SYSTEM, Known, Row
+from bench.evaluate import Known, Row
 from bench.points import Answer, Task, answers, asked
 from bench.study import Setting
 from disagmoe.specs import ModelSpec, load_model

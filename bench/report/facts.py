@@ -59,7 +59,7 @@ def calibration_name(results: Results) -> str:
 
 def settings_text(results: Results) -> str:
     """Settings that are not the default, as one would type them; "" where there are none."""
-    return " ".join(f"{key}={_typed(value)}" for key, value in (results.get("settings") or {}).items())
+    return " ".join(f"{key}={_typed(value)}" for key, value in sorted((results.get("settings") or {}).items()))
 
 
 def _typed(value: Any) -> str:

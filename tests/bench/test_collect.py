@@ -137,4 +137,4 @@ def test_runs_with_other_settings_stand_in_tables_of_their_own(runs: Path) -> No
     text = markdown(frame_of(found), len(found))
     titles = [line for line in text.splitlines() if line.startswith("## ")]
     assert len(titles) == 2
-    assert {title.split("calibration laptop, ")[1] for title in titles} == {"ep=2", "skew=2 ep=2"}
+    assert {title.split("calibration laptop, ")[1] for title in titles} == {"ep=2", "ep=2 skew=2"}

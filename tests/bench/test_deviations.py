@@ -56,7 +56,7 @@ def test_what_moves_numbers_is_named(changes: dict[str, Any], found: dict[str, A
 
 def test_as_text() -> None:
     settings = {"skew": 1.5, "contention_scale": 2.0, "stragglers": [[0, 1.5]], "merge": None}
-    assert settings_text({"settings": settings}) == "skew=1.5 contention_scale=2 stragglers=[[0,1.5]] merge=null"
+    assert settings_text({"settings": settings}) == "contention_scale=2 merge=null skew=1.5 stragglers=[[0,1.5]]"
     assert settings_text({}) == ""
 
 
