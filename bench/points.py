@@ -7,19 +7,16 @@ to try. Which process does what changes no answer.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from bench.config import RunConfig
 from bench.evaluate import Known, Row, cost_model, run_system
 from bench.replay import best_candidates, ranked_candidates
+from bench.side_by_side import in_order
 from disagmoe.system import Candidate
-
-MAX_PROCESSES = 8
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,8 @@ def answers(
     """The answers to all tasks, in their order. Equal tasks are run once."""
     distinct = {_key(task): task for task in tasks}
     found: dict[Any, tuple[Answer, ...]] = {}
-    for key, result in zip(distinct, _run(list(distinct.values()), processes), strict=True):
+    results = in_order([partial(answer, task) for task in distinct.values()], processes)
+    for key, result in zip(distinct, results, strict=True):
         progress(distinct[key].name)
         found[key] = result
     return [found[_key(task)] for task in tasks]
@@ -73,18 +71,3 @@ def answers(
 
 def _key(task: Task) -> str:
     return repr((task.config, task.system, task.known))
-
-
-def _run(tasks: Sequence[Task], processes: int | None) -> Iterator[tuple[Answer, ...]]:
-    count = min(processes or _cores(), MAX_PROCESSES, len(tasks))
-    if count <= 1:
-        yield from map(answer, tasks)
-        return
-    # Fresh processes: a forked one would inherit the locks of the progress display's thread.
-    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(answer, tasks)
-
-
-def _cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
