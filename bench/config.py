@@ -36,16 +36,21 @@ VIEWS: Mapping[str, tuple[str, ...]] = {
     "uniform": ("uniform",),
     "both": ("native", "uniform"),
 }
-BACKENDS = ("simulate",)
-IMPLEMENTATIONS = ("equivalent",)
-DEPTHS = ("full", "common")
+BACKENDS = ("simulate", "emulate", "measure")
+IMPLEMENTATIONS = ("equivalent", "native", "both")
+VIEWS_OF_BACKEND = {"simulate": "both", "emulate": "native", "measure": "native"}
+"""The views shown where `transport` is null."""
+EMULATED_PROCESSES = (4, 8)
+MOST_REPEATS = 100
+DEPTHS = ("full", "common", "fitting")
 ARTIFACTS = ("all", "tables", "auto")
 PLANS_FROM = ("default_batch",)
 MAX_TAG = 200
 SETTINGS = (
     *("model", "cluster", "calibration", "seq", "batch", "micro_batch", "skew", "stragglers", "optimizer"),
     *("systems", "system", "transport", "uniform_transport", "merge", "contention_scale", "ep", "depth", "budget"),
-    *("plans_from", "study", "backend", "impl", "artifacts", "gantt_window", "gantt_workers"),
+    *("plans_from", "study", "backend", "impl", "processes", "repeats", "artifacts"),
+    *("gantt_window", "gantt_workers"),
     *("results_dir", "force", "debug", "tag"),
 )
 """The top-level keys of a configuration."""
@@ -67,8 +72,10 @@ class RunConfig:
     into 1 + s * (f - 1). `budget` is the number of plans timed per tuning round;
     with `plans_from` "default_batch" only the best plans of the default batch are
     tried. `study` asks for a study of many points instead of one comparison.
-    `files` are the data files the run was read from. The fields from `artifacts` on
-    do not change results.
+    `backend` runs the plans, `impl` says whose code does (ours, the real systems', or
+    both); `processes` are the ranks of a run on this machine (None: as the backend
+    does) and `repeats` the steps it times. `files` are the data files the run was
+    read from. The fields from `artifacts` on do not change results.
     """
 
     model: ModelSpec
@@ -90,6 +97,8 @@ class RunConfig:
     contention_scale: float = 1.0
     plans_from: str | None = None
     study: Study | None = None
+    processes: int | None = None
+    repeats: int = 3
     files: tuple[Path, ...] = ()
     artifacts: str = "all"
     selection: Selection = WHOLE
@@ -112,6 +121,7 @@ def resolve(values: Options, choices: Mapping[str, str | None], *, sweep: bool =
     calibration, calibration_file = read_calibration(values.get("calibration"), choices.get("calibration"), cluster)
     workload = _workload(values, cluster)
     systems = _systems(values["systems"])
+    backend, impl, processes = _backend(values)
     artifacts = _one_of("artifacts", values["artifacts"], ARTIFACTS)
     if artifacts == "auto":
         artifacts = "tables" if sweep else "all"
@@ -126,21 +136,23 @@ def resolve(values: Options, choices: Mapping[str, str | None], *, sweep: bool =
     files = [model_file, cluster_file, calibration_file]
     files += [read.shipped("model").get(other.name) for other in study.models[1:]] if study else []
     warning = context_warning(model, workload.seq)
-    return RunConfig(
+    resolved = RunConfig(
         model=model,
         full_layers=full_layers,
         cluster=cluster,
         workload=workload,
         calibration=calibration,
-        views=VIEWS[_one_of("transport", values["transport"], tuple(VIEWS))],
+        views=VIEWS[_one_of("transport", values["transport"] or VIEWS_OF_BACKEND[backend], tuple(VIEWS))],
         uniform_transport=_one_of("uniform_transport", values["uniform_transport"], TRANSPORTS),
         merge=_or_none("merge", values["merge"], MERGES),
         systems=systems,
         system_options=_system_options(values["system"], systems),
         ep=ep,
         depth=depth,
-        backend=_one_of("backend", values["backend"], BACKENDS, "in this version"),
-        impl=_one_of("impl", values["impl"], IMPLEMENTATIONS, "in this version"),
+        backend=backend,
+        impl=impl,
+        processes=processes,
+        repeats=_repeats(values["repeats"]),
         budget=DEFAULT_BUDGET if values["budget"] is None else _positive("budget", values["budget"]),
         tag=_tag(values["tag"]),
         contention_scale=_scale(values["contention_scale"]),
@@ -154,6 +166,30 @@ def resolve(values: Options, choices: Mapping[str, str | None], *, sweep: bool =
         results_dir=Path(read.as_str(values["results_dir"], "results_dir")),
         warnings=(warning,) if warning else (),
     )
+    return _cut_to_fit(resolved) if depth == "fitting" else resolved
+
+
+def _backend(values: Options) -> tuple[str, str, int | None]:
+    """What runs the plans, whose code, and on how many processes."""
+    backend = _one_of("backend", values["backend"], BACKENDS)
+    impl = _one_of("impl", values["impl"], IMPLEMENTATIONS)
+    processes = None if values["processes"] is None else _positive("processes", values["processes"])
+    if impl != "equivalent" and backend != "measure":
+        raise ValueError(f"impl={impl} runs the real systems: allowed with backend=measure only, not {backend}")
+    if backend == "emulate" and processes not in (None, *EMULATED_PROCESSES):
+        raise ValueError(f"processes={processes}: allowed with backend=emulate: 4, 8")
+    if backend == "simulate" and processes is not None:
+        raise ValueError(f"processes={processes}: a simulation starts none; allowed with backend=emulate and measure")
+    if backend != "simulate" and values["study"] is not None:
+        raise ValueError(f"backend={backend}: a study is simulated; allowed: simulate")
+    return backend, impl, processes
+
+
+def _repeats(value: object) -> int:
+    repeats = _positive("repeats", value)
+    if repeats > MOST_REPEATS:
+        raise ValueError(f"repeats={repeats}: allowed: 1 to {MOST_REPEATS}")
+    return repeats
 
 
 def _at_common_depth(
@@ -166,6 +202,13 @@ def _at_common_depth(
         model, cluster, load_calibration(calibration), ep, optimizer, say=lambda line: print(line, flush=True)
     )
     return model.with_layers(layers)
+
+
+def _cut_to_fit(config: RunConfig) -> RunConfig:
+    """The models of a study cut to the layers at which all of its points fit."""
+    from bench.fitting import fitted  # plans and simulates, like the common depth
+
+    return fitted(config)
 
 
 def _check_settings(values: Options) -> None:

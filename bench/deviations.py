@@ -22,6 +22,8 @@ DEFAULTS = {
     "contention_scale": 1.0,
     "plans_from": None,
     "budget": DEFAULT_BUDGET,
+    "processes": None,
+    "repeats": 3,
 }
 """Fields of RunConfig with the defaults of conf/config.yaml."""
 WORKLOAD_DEFAULTS = {"micro_batch": None, "skew": 1.0, "stragglers": (), "optimizer": "megatron"}

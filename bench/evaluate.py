@@ -1,4 +1,4 @@
-"""Turn a resolved configuration into rows: tune, verify, simulate and account every system.
+"""Turn a resolved configuration into rows: tune, verify, simulate and account every system; a backend may run it too.
 
 Within a view every system gets the same model, batch and cluster, and is tuned in
 its own search space. The reference (megatron_1f1b) is always run, since every
@@ -17,6 +17,7 @@ import numpy as np
 
 from baselines.registry import REFERENCE, get_system
 from bench import plan_cache
+from bench.backends import Executed, backend_of
 from bench.comparison import compare
 from bench.config import RunConfig
 from bench.replay import KEPT, from_default_batch, replayed
@@ -60,6 +61,10 @@ class Evaluation:
     outcomes: list[Outcome]
     notes: list[str] = field(default_factory=list)
     views: dict[str, dict[str, Any]] = field(default_factory=dict)
+    layers: int | None = None
+    """The depth that ran, where a backend did not run the model's."""
+    execution: Mapping[str, Any] = field(default_factory=dict)
+    """What an emulated or measured run was on."""
 
 
 Progress = Callable[[str], None]
@@ -69,6 +74,7 @@ def evaluate(config: RunConfig, progress: Progress | None = None) -> Evaluation:
     """Run every system of a configuration in every view, side by side where there are cores for it."""
     report = progress or (lambda text: None)
     costs = cost_model(config)
+    backend = backend_of(config)
     asked = [(view, name) for view in config.views for name in _with_reference(config.systems)]
     found = in_order(
         [partial(_rows_of, config, costs, name, view) for view, name in asked], 1 if config.debug else None
@@ -80,12 +86,17 @@ def evaluate(config: RunConfig, progress: Progress | None = None) -> Evaluation:
         for row, outcome in next(found):
             rows.append(row)
             outcomes.append(outcome)
+    executed = Executed(rows, outcomes)
+    if backend is not None:
+        executed = backend.run(config, costs, list(zip(rows, outcomes, strict=True)), report)
+    rows, outcomes = executed.rows, executed.outcomes
     views: dict[str, dict[str, Any]] = {}
     for view in config.views:
         shown = [row for row in rows if row["view"] == view]
         compare(shown)
         views[view] = _describe_view(shown)
-    return Evaluation(rows, outcomes, [*_notes(config), *_hints(config, rows)], views)
+    notes = [*_notes(config), *executed.notes, *_hints(config, rows)]
+    return Evaluation(rows, outcomes, notes, views, executed.layers, executed.execution)
 
 
 def _rows_of(config: RunConfig, costs: CostModel, name: str, view: str) -> list[tuple[Row, Outcome]]:

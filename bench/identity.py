@@ -1,9 +1,10 @@
 """What makes two runs the same: everything that can change a number, and nothing else.
 
 The id covers the resolved configuration, the contents of the data files it was
-read from, and the sources of the suite and of every system from outside. The
-config_id leaves the sources out, so runs of one configuration can be followed
-across versions. How a run is shown or stored counts for neither.
+read from, and the sources of the suite and of every system from outside; for
+emulated and measured runs also the machine. The config_id leaves the sources out,
+so runs of one configuration can be followed across versions. How a run is shown or
+stored counts for neither.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 
 from baselines.registry import get_system, system_class
 from bench.config import RunConfig
+from bench.machine import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 """Root of the source checkout: holds conf/ and the packages."""
@@ -85,6 +87,8 @@ def identify(config: RunConfig) -> Identity:
     }
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     configuration = {key: value for key, value in {**values, **resolved}.items() if key not in NOT_IDENTITY}
+    if config.backend != "simulate":
+        configuration["machine"] = machine(gpus=config.backend == "measure")
     sources = [source_digest(ROOT), *(system_digest(name) for name in config.systems)]
     return Identity(
         run_id=_digest([canonical(configuration).encode(), canonical(sources).encode()])[:ID_LENGTH],

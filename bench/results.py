@@ -38,7 +38,7 @@ class InvalidResults(RuntimeError):
 
 
 class Evaluated(Protocol):
-    """What an evaluation contributes: rows in table order, notes for every table, and who uses which transport."""
+    """What an evaluation contributes: rows in table order, notes for every table, who uses which transport, on what."""
 
     @property
     def rows(self) -> Sequence[Mapping[str, Any]]: ...
@@ -48,6 +48,12 @@ class Evaluated(Protocol):
 
     @property
     def views(self) -> Mapping[str, Any]: ...
+
+    @property
+    def layers(self) -> int | None: ...
+
+    @property
+    def execution(self) -> Mapping[str, Any]: ...
 
 
 def assemble(config: RunConfig, identity: Identity, command: Sequence[str], evaluation: Evaluated) -> Results:
@@ -61,7 +67,8 @@ def assemble(config: RunConfig, identity: Identity, command: Sequence[str], eval
         "workload": config.workload,
         "backend": config.backend,
         "calibration": Path(config.calibration).stem,
-        "depth": {"used": config.model.layers, "of": config.full_layers},
+        "depth": {"used": evaluation.layers or config.model.layers, "of": config.full_layers},
+        "execution": evaluation.execution or None,
         "settings": deviations(config),
         "notes": evaluation.notes,
         "views": evaluation.views,

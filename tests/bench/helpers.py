@@ -49,6 +49,8 @@ class FakeEvaluation:
     rows: list[dict[str, Any]]
     notes: list[str] = field(default_factory=list)
     views: dict[str, Any] = field(default_factory=dict)
+    layers: int | None = None
+    execution: dict[str, Any] = field(default_factory=dict)
 
     @property
     def outcomes(self) -> list[FakeOutcome]:

@@ -71,7 +71,7 @@ def runs(tmp_path: Path) -> list[str]:
         (["tag=x,y"], ["tag='x,y'", "-m"]),
         (["tag=a=b"], ["tag=a=b", "quotes"]),
         (["tag=[1,2]"], ["tag"]),
-        (["backend=emulate"], ["simulate"]),
+        (["backend=guess"], ["simulate, emulate, measure"]),
         (["model=no/config.json"], ["no/config.json", "qwen3"]),
         (["model=qwen3,x/config.json"], ["not both"]),
         (["model.top_k=9"], ["9", "8"]),

@@ -54,6 +54,12 @@ def test_systems_come_in_one_order_with_the_reference_first(given: Any, systems:
     assert config(systems=given).systems == systems
 
 
+def test_a_run_on_this_machine_shows_one_view_unless_told_otherwise() -> None:
+    assert config().views == ("native", "uniform")
+    assert config(backend="emulate").views == config(backend="measure", impl="both").views == ("native",)
+    assert config(backend="emulate", transport="uniform", processes=8).views == ("uniform",)
+
+
 def test_a_sweep_keeps_tables_only_unless_told_otherwise() -> None:
     assert resolve(values(), CHOICES, sweep=True).artifacts == "tables"
     assert resolve(values(artifacts="all"), CHOICES, sweep=True).artifacts == "all"
@@ -127,8 +133,16 @@ def test_a_length_beyond_the_model_warns() -> None:
         ({"gantt_workers": []}, ("gantt_workers", "[0,1,2]")),
         ({"ep": "many"}, ("ep=many", "auto")),
         ({"depth": "half"}, ("depth=half", "full, common")),
-        ({"backend": "measure"}, ("backend=measure", "in this version: simulate")),
-        ({"impl": "native"}, ("impl=native", "in this version: equivalent")),
+        ({"backend": "guess"}, ("backend=guess", "simulate, emulate, measure")),
+        ({"impl": "theirs"}, ("impl=theirs", "equivalent, native, both")),
+        ({"impl": "native"}, ("impl=native", "backend=measure")),
+        ({"impl": "both", "backend": "emulate"}, ("impl=both", "backend=measure")),
+        ({"processes": 4}, ("processes=4", "emulate and measure")),
+        ({"processes": 6, "backend": "emulate"}, ("processes=6", "4, 8")),
+        ({"processes": 0, "backend": "measure"}, ("processes=0", "positive")),
+        ({"repeats": 0}, ("repeats=0", "positive")),
+        ({"repeats": 1000}, ("repeats=1000", "1 to 100")),
+        ({"backend": "emulate", "study": {"kind": "sensitivity", "axes": {}}}, ("backend=emulate", "simulate")),
         ({"budget": 0}, ("budget=0",)),
         ({"artifacts": "some"}, ("artifacts=some", "all, tables, auto")),
         ({"force": "yes"}, ("force", "true or false")),

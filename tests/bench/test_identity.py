@@ -51,6 +51,17 @@ def test_what_changes_numbers_changes_both_ids(changes: dict[str, Any]) -> None:
     assert ours.config_id != theirs.config_id
 
 
+def test_the_machine_counts_where_plans_are_run_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated, emulated = identify(config(transport="native")), identify(config(backend="emulate"))
+    here = identity.machine(gpus=False)
+    for other in (replace(here, device="other"), replace(here, host="other"), replace(here, torch="0.1")):
+        monkeypatch.setattr(identity, "machine", lambda gpus, other=other: other)
+        assert identify(config(transport="native")) == simulated
+        elsewhere = identify(config(backend="emulate"))
+        assert elsewhere.config_id != emulated.config_id
+        assert elsewhere.run_id != emulated.run_id
+
+
 def test_how_a_run_is_shown_or_stored_does_not_count() -> None:
     shown = config(Path("elsewhere"), artifacts="tables", force=True, debug=True, gantt_window="1:2", gantt_workers=[0])
     assert identify(shown) == identify(config())
