@@ -10,6 +10,7 @@ so the choice is the same on every machine.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -80,7 +81,8 @@ def tune(
 
     The search has two rounds: the system's candidates by rising lower bound (at
     most `budget` of them are timed), then the refinements of the best
-    REFINED_PLANS. A plan fits where its memory by the order of its Program does
+    REFINED_PLANS. What a bound rules out in the first round could not be among
+    those either. A plan fits where its memory by the order of its Program does
     and, with `peak`, its memory as it ran; `peak` is only asked for plans that
     would be the best so far, right after their `step`. `on_trial(timed)` reports
     progress.
@@ -92,7 +94,9 @@ def tune(
 
     search = _Search(system, problem, step, peak, on_trial)
     for tier in sorted({int(c.get("tier", 0)) for c in candidates}):
-        search.run([c for c in candidates if int(c.get("tier", 0)) == tier], budget)
+        tried = [c for c in candidates if int(c.get("tier", 0)) == tier]
+        refined = any(True for _ in system.refinements(problem, tried[0]))
+        search.run(tried, budget, keep=REFINED_PLANS if refined else 1)
         for candidate in search.best_candidates(REFINED_PLANS):
             search.run(list(system.refinements(problem, candidate)), budget)
         if search.best is not None:
@@ -132,6 +136,8 @@ class _Search:
         self.limit_gib = problem.cluster.limit_gib
         self.trials: list[Trial] = []
         self.best: tuple[Trial, Plan] | None = None
+        self.steps: list[float] = []
+        """Step times of the plans that fit, shortest first."""
         self._seen: set[tuple[tuple[str, str | int | float], ...]] = set()
 
     def best_candidates(self, count: int) -> list[Candidate]:
@@ -139,15 +145,22 @@ class _Search:
         timed = sorted((t for t in self.trials if t.outcome == "timed"), key=lambda t: t.step_s or 0.0)
         return [without_recompute(trial.candidate) for trial in timed[:count]]
 
-    def run(self, candidates: list[Candidate], budget: int) -> None:
+    def run(self, candidates: list[Candidate], budget: int, keep: int = 1) -> None:
+        """Time candidates by rising lower bound, but for those that cannot be among the `keep` best."""
         timed = 0
         for level, trial in self._place(candidates):
-            if self.best is not None and (trial.bound_s or 0.0) >= (self.best[0].step_s or 0.0):
+            if (trial.bound_s or 0.0) >= self._beaten_from(keep):
                 self.trials.append(replace(trial, outcome="bound"))
             elif timed >= budget:
                 self.trials.append(replace(trial, outcome="budget"))
             else:
                 timed += self._settle(level, trial)
+
+    def _beaten_from(self, keep: int) -> float:
+        """The step time of the `keep`-th best plan so far; infinite where there are fewer."""
+        if self.best is None or len(self.steps) < keep:
+            return float("inf")
+        return self.steps[keep - 1]
 
     def _place(self, candidates: list[Candidate]) -> list[tuple[int, Trial]]:
         """(first recompute level that may fit, trial) of new candidates, by rising lower bound on the step."""
@@ -158,17 +171,22 @@ class _Search:
                 continue
             self._seen.add(key)
             try:
-                layout = self.system.layout(self.problem, candidate)
+                level, needed = self._first_level(self.system.layout(self.problem, candidate))
+                if needed <= self.limit_gib:
+                    bound = self._bound_s(candidate, level)
+                    placed.append((level, Trial(candidate, "", needed_gib=needed, bound_s=bound)))
+                else:
+                    self.trials.append(Trial(candidate, "memory", needed_gib=needed))
             except NotApplicable as reason:
                 self.trials.append(Trial(candidate, "not placeable", reason=str(reason)))
-                continue
-            level, needed = self._first_level(layout)
-            if needed <= self.limit_gib:
-                bound = lower_bound_s(layout, self.problem.costs)
-                placed.append((level, Trial(candidate, "", needed_gib=needed, bound_s=bound)))
-            else:
-                self.trials.append(Trial(candidate, "memory", needed_gib=needed))
         return sorted(placed, key=lambda pair: pair[1].bound_s or 0.0)
+
+    def _bound_s(self, candidate: Candidate, first: int) -> float:
+        """What the step takes at least with the recompute of level `first` or of one after it."""
+        return min(
+            lower_bound_s(self.system.layout(self.problem, {**candidate, **extra}), self.problem.costs)
+            for extra in self.levels[first:]
+        )
 
     def _first_level(self, layout: Layout) -> tuple[int, float]:
         """The least recompute with which a layout may fit, and what it then needs at least (GiB)."""
@@ -214,5 +232,6 @@ class _Search:
 
     def _record(self, trial: Trial) -> None:
         self.trials.append(trial)
+        insort(self.steps, trial.step_s or 0.0)
         if self.on_trial is not None:
             self.on_trial(sum(t.outcome == "timed" for t in self.trials))

@@ -141,7 +141,7 @@ def _serial_s(prices: LayoutCosts) -> list[float]:
 
 
 def _overlapped_s(prices: LayoutCosts) -> list[float]:
-    """Per worker: the longer of its compute and its exchange."""
+    """Per worker: the longer of its compute and its exchange, with what is repeated of both."""
     layout, placement = prices.layout, prices.layout.placement
     compute, exchange = ([0.0] * len(placement.workers) for _ in range(2))
 
@@ -150,15 +150,30 @@ def _overlapped_s(prices: LayoutCosts) -> list[float]:
         for holder in holders:
             busy[holder] += seconds / len(holders)
 
-    for layer in range(prices.model.layers):
-        for phase in _PHASES:
-            add(compute, placement.attn[layer], prices.op(Kind.ATTN, phase, layer).seconds)
-            add(compute, placement.ffn[layer], experts_s(prices, layer, phase))
-            if not placement.disaggregated:
-                for kind in (Kind.DISPATCH, Kind.COMBINE):
-                    add(exchange, placement.ffn[layer], prices.op(kind, phase, layer).seconds)
+    of_kind = {layer: _busy_s(prices, layer) for layer in sorted(set(prices.costs.like))}
+    for layer, like in enumerate(prices.costs.like):
+        attention, experts, moved = of_kind[like]
+        add(compute, placement.attn[layer], attention)
+        add(compute, placement.ffn[layer], experts)
+        add(exchange, placement.ffn[layer], moved)
     for phase in _PHASES:
         add(compute, placement.embed, prices.op(Kind.EMBED, phase, -1).seconds)
         for head in placement.heads:
             add(compute, head, prices.op(Kind.HEAD, phase, -1).seconds)
     return [max(pair) * layout.batch.microbatches for pair in zip(compute, exchange, strict=True)]
+
+
+def _busy_s(prices: LayoutCosts, layer: int) -> tuple[float, float, float]:
+    """Forward, backward and repeat of one layer: attention, experts, and the exchange of a colocated one."""
+    apart = prices.layout.placement.disaggregated
+    again = prices.recompute.repeated(disaggregated=apart)
+
+    def moved(kind: Kind) -> float:
+        phases = (*_PHASES, Phase.R) if kind in again else _PHASES
+        return sum(prices.op(kind, phase, layer).seconds for phase in phases)
+
+    attention = moved(Kind.ATTN)
+    experts = sum(experts_s(prices, layer, phase) for phase in _PHASES)
+    if Kind.FFN in again:
+        experts += experts_s(prices, layer, Phase.F)
+    return attention, experts, 0.0 if apart else moved(Kind.DISPATCH) + moved(Kind.COMBINE)
