@@ -71,7 +71,7 @@ class _GroupedLinear(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 grad_weight = give(ctx.tape, weight, lambda: outer(grad, x, counts))
             if bias is not None and ctx.needs_input_grad[2]:
-                grad_bias = give(ctx.tape, bias, lambda: _sums(grad, counts, bias.dtype))
+                grad_bias = give(ctx.tape, bias, lambda: sums(grad, counts, bias.dtype))
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
@@ -129,7 +129,7 @@ def _offsets(counts: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=device)
 
 
-def _sums(rows: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
+def sums(rows: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Sum of the rows of each expert [experts, width]."""
     result = rows.new_zeros(len(counts), rows.shape[1], dtype=dtype)
     for expert, run in _runs(counts):

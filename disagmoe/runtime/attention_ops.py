@@ -21,6 +21,7 @@ from disagmoe.runtime.cut import StepBatch
 from disagmoe.runtime.shelf import Shelf
 from disagmoe.runtime.site import Site
 from disagmoe.runtime.tally import Tally
+from disagmoe.runtime.transfer_ops import TransferOps
 
 
 def back(shelf: Shelf, op: Op, name: str, gradients: Callable[[], tuple[Gradient, ...]]) -> tuple[Tensor, ...]:
@@ -41,11 +42,12 @@ def back(shelf: Shelf, op: Op, name: str, gradients: Callable[[], tuple[Gradient
 class AttentionOps:
     """The operations of one step on what is not an expert."""
 
-    def __init__(self, site: Site, shelf: Shelf, batch: StepBatch, tally: Tally) -> None:
+    def __init__(self, site: Site, shelf: Shelf, batch: StepBatch, tally: Tally, transfers: TransferOps) -> None:
         self._site = site
         self._shelf = shelf
         self._batch = batch
         self._tally = tally
+        self._transfers = transfers
         cut, weights = batch.cut, site.weights
         self._token_scale = 1.0 / cut.tokens
         self._balance_scale = weights.balance_scale(cut.sequences) if weights.balance else None
@@ -118,8 +120,8 @@ class AttentionOps:
 
     def _gradients(self, op: Op, routed: bool) -> tuple[Gradient, ...]:
         """Gradients of attention's output: of its rows, and where it routes of weights, balance and z."""
-        rows = self._shelf.take_rows("sent_grad", op.layer, op.microbatch)
         if not routed:
-            return (rows,)
+            return (self._shelf.take_rows("sent_grad", op.layer, op.microbatch),)
+        rows = self._transfers.source_gradient(op.layer, op.microbatch)
         weights = self._shelf.take_rows("weights_grad", op.layer, op.microbatch)
         return rows, weights, self._balance_scale, self._z_scale

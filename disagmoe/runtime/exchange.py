@@ -63,7 +63,8 @@ class Exchange:
     """The exchange between `sides` of one kind of layer, on one rank.
 
     `forward` and `backward` are its transports, `experts` None in a dense layer,
-    `home` one of `party.HOMES`. What is sent is counted in `ledger`.
+    `home` one of `party.HOMES`. What is sent is counted in `ledger`. `gather`: an
+    owner's tokens go to every holder, whether it has their experts or not.
     """
 
     def __init__(
@@ -76,8 +77,10 @@ class Exchange:
         experts: Experts | None,
         home: str,
         ledger: Ledger,
+        gather: bool = False,
     ) -> None:
         self.sides = sides
+        self.gather = gather
         self.form = form
         self.me = forward.link.me
         self.party = Party(sides, self.me, form, experts, home)
@@ -111,7 +114,12 @@ class Exchange:
             hop = Hop(op, stage, tokens.total)
             with self._told(self._forward, hop):
                 leaving = depart(
-                    load, party.reach[stage], party.expert_holder, len(sides.members), merged=sides.merge != "none"
+                    load,
+                    party.reach[stage],
+                    party.expert_holder,
+                    len(sides.members),
+                    merged=sides.merge != "none",
+                    everywhere=self.gather,
                 )
             got = self._forward.swap(hop, Cargo(leaving.rows.pack(rows), leaving.words), None)
             load, copy_splits = arrive(got.words, got.rows.splits, self.form, sides.members, self.me)
@@ -151,6 +159,14 @@ class Exchange:
         if not self.party.is_owner:
             return None
         return rows, values.view(rows.shape[0], experts.top_k) if experts else None
+
+    @torch.no_grad()
+    def sum_backward(self, op: Op, route: DispatchRoute, rows_grad: Tensor) -> Tensor | None:
+        """As `dispatch_backward`, of the rows alone: nothing travels with their copies."""
+        rows, nothing = self._rows(rows_grad), torch.empty(0, dtype=self.form.sum_dtype, device=self.form.device)
+        for stage, leg in reversed(list(enumerate(route.legs))):
+            rows, _ = self._up(self._backward, Hop(op, stage, route.total), leg, rows, nothing)
+        return rows if self.party.is_owner else None
 
     @torch.no_grad()
     def combine(

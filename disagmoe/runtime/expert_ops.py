@@ -7,8 +7,6 @@ dispatch is repeated too.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -32,7 +30,7 @@ class ExpertOps:
         if not self._site.exchanged(op.layer):
             self._local(part, op)
         elif op.phase == Phase.W and op.chunk < 0:
-            for chunk in range(self._shelf.chunks):
+            for chunk in range(self._site.chunks):
                 self._remote(part, op._replace(chunk=chunk))
         else:
             self._remote(part, op)
@@ -45,12 +43,11 @@ class ExpertOps:
             arrived: Arrived = shelf.take("arrived", layer, b, chunk)
             shelf.put("made", layer, b, self._run(part, arrived, op, save=not again), chunk)
             if again:
-                kept = replace(arrived, rows=arrived.rows[:0].clone()) if resent else arrived
-                shelf.put("kept_ffn", layer, b, kept, chunk)
+                shelf.put("kept_ffn", layer, b, arrived.without_rows() if resent else arrived, chunk)
         elif op.phase == Phase.R:
             arrived = shelf.take("kept_ffn", layer, b, chunk)
             if resent:
-                arrived = replace(arrived, rows=shelf.take("again_arrived", layer, b, chunk))
+                arrived = arrived.with_rows(shelf.take("again_arrived", layer, b, chunk))
             made = self._run(part, arrived, op, save=True)
             if self._repeats(Kind.COMBINE, layer):
                 shelf.put("again_made", layer, b, made, chunk)

@@ -80,13 +80,16 @@ class Blocks:
 class Sides:
     """The two sides of an exchange and how copies are merged between them.
 
-    `nodes` gives the (logical) node of every rank in it.
+    `nodes` gives the (logical) node of every rank in it. `only` limits the exchange
+    to some pairs (owner, holder): one arrival of a layer that is exchanged source
+    by source. None: everybody with everybody.
     """
 
     owners: tuple[int, ...]
     holders: tuple[int, ...]
     merge: str
     nodes: Mapping[int, int]
+    only: frozenset[tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
         if self.merge not in MERGES:
@@ -121,14 +124,21 @@ class Sides:
         return tuple(rank for rank in self.holders if self.nodes[rank] == node)
 
     @cached_property
+    def served(self) -> frozenset[tuple[int, int]]:
+        """The (owner, holder) pairs between which tokens travel."""
+        if self.only is not None:
+            return self.only
+        return frozenset((owner, holder) for owner in self.owners for holder in self.holders)
+
+    @cached_property
     def links(self) -> tuple[frozenset[tuple[int, int]], ...]:
         """Per hop, the (upper, lower) ranks that may pass rows; a rank may be linked to itself."""
         if self.stages == 1:
-            return (frozenset((owner, holder) for owner in self.owners for holder in self.holders),)
-        with_holders = {self.nodes[rank] for rank in self.holders}
-        upper = frozenset((owner, self.gateway(owner, node)) for owner in self.owners for node in with_holders)
-        lower = frozenset((gateway, holder) for _, gateway in upper for holder in self.holders_in(self.nodes[gateway]))
-        return upper, lower
+            return (self.served,)
+        through = [(owner, self.gateway(owner, self.nodes[holder]), holder) for owner, holder in self.served]
+        return frozenset((o, gateway) for o, gateway, _ in through), frozenset(
+            (gateway, h) for _, gateway, h in through
+        )
 
     def peers(self, rank: int, stage: int) -> tuple[int, ...]:
         """Other ranks that `rank` exchanges headers with in a hop, ascending."""
@@ -138,7 +148,8 @@ class Sides:
     def reach(self, rank: int, stage: int) -> tuple[int, ...]:
         """Per holder, the position of the rank that `rank` hands its rows to in a hop; -1: not from here."""
         if stage == 0 and self.stages == 2:
-            if rank not in self.owners:
-                return (-1,) * len(self.holders)
-            return tuple(self.position[self.gateway(rank, self.nodes[holder])] for holder in self.holders)
+            return tuple(
+                self.position[self.gateway(rank, self.nodes[h])] if (rank, h) in self.served else -1
+                for h in self.holders
+            )
         return tuple(self.position[h] if (rank, h) in self.links[stage] else -1 for h in self.holders)

@@ -8,7 +8,7 @@ blocks of tokens over the holders (dense layers); `source`, the owner itself
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -44,6 +44,14 @@ class Arrived:
     weights: Tensor | None
     home: Tensor
     tokens: Tensor
+
+    def without_rows(self) -> Arrived:
+        """All but the rows, which will come again."""
+        return replace(self, rows=self.rows[:0].clone())
+
+    def with_rows(self, rows: Tensor) -> Arrived:
+        """The same with other rows."""
+        return replace(self, rows=rows)
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,12 @@ class Party:
         return tuple(torch.tensor(self.sides.reach(self.me, stage), device=self.form.device) for stage in stages)
 
     @cached_property
+    def serves(self) -> Tensor:
+        """Whether own tokens travel to each holder, [holders]."""
+        served = [(self.me, holder) in self.sides.served for holder in self.sides.holders]
+        return torch.tensor(served, device=self.form.device)
+
+    @cached_property
     def slots(self) -> int:
         """Most copies a row can have here."""
         if self.experts is None:
@@ -107,13 +121,18 @@ class Party:
             raise ExchangeError(f"rank {self.me} has {count} rows of the {len(mine)} tokens it owns")
         ids, weights = self._checked_routing(count, ids, weights)
         numbers = torch.arange(mine.start, mine.stop, device=device)
-        return Load(
-            tokens=numbers,
-            home=self._home_of(tokens, numbers, ids),
-            row=torch.arange(count, device=device).repeat_interleave(ids.shape[1]),
-            expert=ids.flatten(),
-            weight=weights.flatten(),
-        )
+        home = self._home_of(tokens, numbers, ids)
+        row = torch.arange(count, device=device).repeat_interleave(ids.shape[1])
+        expert, weight = ids.flatten(), weights.flatten()
+        if self.sides.only is not None:
+            home = torch.where(self.serves[home.clamp(min=0)], home, -1)
+            kept = self.kept(ids)
+            row, expert, weight = row[kept], expert[kept], weight[kept]
+        return Load(tokens=numbers, home=home, row=row, expert=expert, weight=weight)
+
+    def kept(self, ids: Tensor) -> Tensor:
+        """Which of the flattened expert ids [t, k] of own tokens travel in this exchange."""
+        return torch.nonzero(self.serves[self.expert_holder[ids.flatten()]]).flatten()
 
     def arrived(self, load: Load, rows: Tensor) -> tuple[Tensor, Arrived | None]:
         """What a holder computes on, and the cell of each copy in the flattened ids."""

@@ -125,20 +125,26 @@ class Departure:
     words: Slab
 
 
-def depart(load: Load, reach: Tensor, expert_holder: Tensor, members: int, *, merged: bool) -> Departure:
+def depart(
+    load: Load, reach: Tensor, expert_holder: Tensor, members: int, *, merged: bool, everywhere: bool = False
+) -> Departure:
     """Plan the next hop of `load`.
 
     `reach` [holders]: position of the member each holder is reached through, -1 =
     not from here. `expert_holder` [experts]: holder of each expert. `merged`:
-    one row per (token, member), otherwise one per copy.
+    one row per (token, member), otherwise one per copy. `everywhere`: every token
+    goes to every member within reach, whether it has an expert there or not.
     """
     size = load.tokens.shape[0]
     member = reach[expert_holder[load.expert]]
     if bool((member < 0).any()):
         raise ExchangeError(f"experts {sorted(set(load.expert[member < 0].tolist()))} cannot be reached from here")
     home_member = torch.where(load.home >= 0, reach[load.home.clamp(min=0)], -1)
-    told = _merged_rows if merged else _single_rows
-    sources, row_member, row_of_copy, home = told(load, member, home_member, expert_holder)
+    if merged:
+        anyway = torch.unique(reach[reach >= 0]) if everywhere else reach[:0]
+        sources, row_member, row_of_copy, home = _merged_rows(load, member, home_member, anyway)
+    else:
+        sources, row_member, row_of_copy, home = _single_rows(load, member, home_member, expert_holder)
     copies = row_of_copy.argsort(stable=True)
     per_row = torch.bincount(row_of_copy, minlength=sources.shape[0])
     rows = End(size, _splits(row_member, members), sources)
@@ -185,12 +191,13 @@ def return_end(tokens: Tensor, member: Tensor, members: int) -> tuple[End, Slab]
 
 
 def _merged_rows(
-    load: Load, member: Tensor, home_member: Tensor, expert_holder: Tensor
+    load: Load, member: Tensor, home_member: Tensor, anyway: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One row per (member, token) with a copy or the home there."""
+    """One row per (member, token) with a copy or the home there, and for all tokens of the members `anyway`."""
     size = load.tokens.shape[0]
     at_home = torch.nonzero(home_member >= 0).flatten()
-    keys = torch.cat((member * size + load.row, home_member[at_home] * size + at_home))
+    all_rows = (anyway.unsqueeze(1) * size + torch.arange(size, device=anyway.device)).flatten()
+    keys = torch.cat((member * size + load.row, home_member[at_home] * size + at_home, all_rows))
     rows, row_of_key = torch.unique(keys, return_inverse=True)
     source = rows % size if size else rows
     row_member = rows // size if size else rows

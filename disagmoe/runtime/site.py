@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from disagmoe.cost.comet import TileSplit
 from disagmoe.model import LossWeights
 from disagmoe.ops import Kind, Phase, Stream
 from disagmoe.plan.plan import Placement, Plan
@@ -54,9 +55,22 @@ class Site:
     def device(self) -> torch.device:
         return self.groups.device
 
+    @property
+    def tiles(self) -> TileSplit | None:
+        """The cut of exchange and experts into arrivals and column blocks, where the plan has one."""
+        return self.plan.layout.tiles
+
+    @property
+    def row_chunks(self) -> int:
+        """Into how many runs of tokens the rows of a layer are split where they are exchanged."""
+        return 1 if self.tiles or self.plan.layout.capacity_padded else self.chunks
+
     @cached_property
     def chunks(self) -> int:
-        """Sub-operator splits of an exchange and its experts (1: none)."""
+        """Sub-operator splits of an exchange and its experts (1: none; tiles are none)."""
+        if self.tiles:
+            self._check_tiles(self.tiles)
+            return 1
         program = self.plan.program
         counts = {
             kind: 1 + int(program.chunk[program.kind == int(kind)].max(initial=0))
@@ -127,10 +141,19 @@ class Site:
             return Blocks.split(owners, sum(self._shares(placement.attn[layer], microbatch)))
         return self._blocks(owners, microbatch, chunk)
 
+    def _check_tiles(self, tiles: TileSplit) -> None:
+        """The Program must have the tiles of the layout."""
+        program, wanted = self.plan.program, {Kind.DISPATCH: tiles.groups, Kind.COMBINE: tiles.columns}
+        for kind, count in {**wanted, Kind.FFN: tiles.groups + tiles.columns}.items():
+            rows = (program.kind == int(kind)) & (program.phase == int(Phase.F))
+            found = 1 + int(program.chunk[rows].max(initial=0))
+            if rows.any() and found != count:
+                raise ValueError(f"{kind.name} has {found} chunks in the Program, the tiles of the layout {count}")
+
     def _shares(self, worker: int, microbatch: int) -> tuple[int, ...]:
         return self.cut.shares(self.me.replica, microbatch, self.placement.workers[worker].gpus)
 
     def _blocks(self, owners: tuple[int, ...], microbatch: int, chunk: int) -> Blocks:
         places = [self.groups.ranks.place(rank) for rank in owners]
         tokens = [self._shares(place.worker, microbatch)[place.local] for place in places]
-        return Blocks(owners, tuple(near_equal(count, self.chunks)[chunk] for count in tokens))
+        return Blocks(owners, tuple(near_equal(count, self.row_chunks)[chunk] for count in tokens))

@@ -38,6 +38,7 @@ from disagmoe.runtime.shelf import Shelf
 from disagmoe.runtime.site import Site
 from disagmoe.runtime.sync_ops import SyncOps
 from disagmoe.runtime.tally import Sums, Tally
+from disagmoe.runtime.tile_ops import TileOps
 from disagmoe.runtime.transfer_ops import TransferOps
 from disagmoe.runtime.transport import TRANSPORTS
 from disagmoe.runtime.wiring import Exchanges
@@ -193,17 +194,17 @@ class _StepOps:
     """All operations of one step."""
 
     def __init__(self, site: Site, batch: StepBatch, sync: SyncOps) -> None:
-        self.shelf = Shelf(site.device, site.chunks)
+        self.shelf = Shelf(site.device, site.row_chunks)
         self._site = site
         self._tally = Tally(site.spec, site.device)
         self._sync = sync
-        attention = AttentionOps(site, self.shelf, batch, self._tally)
+        self._transfers, experts = self._exchanges()
+        attention = AttentionOps(site, self.shelf, batch, self._tally, self._transfers)
         head = ShardOps(site, self.shelf, batch, self._tally).head if site.placement.head_shards else attention.head
-        self._transfers = TransferOps(site, self.shelf)
         self._compute: dict[Kind, Callable[[Op], float | None]] = {
             Kind.EMBED: attention.embed,
             Kind.ATTN: attention.attention,
-            Kind.FFN: ExpertOps(site, self.shelf).experts,
+            Kind.FFN: experts,
             Kind.HEAD: head,
         }
         self._other: dict[Kind, Callable[[Op], None]] = {
@@ -211,6 +212,14 @@ class _StepOps:
             Kind.COMBINE: self._transfers.combine,
             Kind.GRAD_SYNC: sync.sync,
         }
+
+    def _exchanges(self) -> tuple[TransferOps, Callable[[Op], None]]:
+        """What carries tokens, and what the experts do with them, as the plan cuts them."""
+        site, shelf = self._site, self.shelf
+        if site.tiles:
+            tiles = TileOps(site, shelf, site.tiles)
+            return tiles, tiles.experts
+        return TransferOps(site, shelf), ExpertOps(site, shelf).experts
 
     def perform(self, task: Task) -> float | None:
         kind = task.op.kind

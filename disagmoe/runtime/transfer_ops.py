@@ -43,6 +43,10 @@ class TransferOps:
         else:
             self._combine_back(exchange, op)
 
+    def source_gradient(self, layer: int, microbatch: int) -> Tensor:
+        """Gradient of the rows that attention gave to the experts of `layer`."""
+        return self._shelf.take_rows("sent_grad", layer, microbatch)
+
     def pass_on(self, task: Task) -> None:
         """A transfer between pipeline stages: the output of a layer, or its gradient."""
         op, worker = task.op, self._site.me.worker

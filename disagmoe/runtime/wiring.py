@@ -4,17 +4,21 @@ Decides, from the placement: disaggregated, attention group l dispatches to expe
 group l, which combines to attention group l + 1, the last layer's to the worker
 of the head (near-equal blocks of tokens over the ranks of an expert group).
 Colocated, the `ep` ranks of a worker exchange among themselves, a token's home is
-where it came from, and dense layers exchange nothing.
+where it came from, and dense layers exchange nothing. Where a layer is cut into tiles, each
+arrival and each width of column blocks has an exchange of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from disagmoe.cost.comet import TileSplit
 from disagmoe.ops import Op
+from disagmoe.runtime.arrivals import arrival_groups
 from disagmoe.runtime.errors import LaunchError
 from disagmoe.runtime.exchange import Exchange, Experts
 from disagmoe.runtime.groups import Groups, combine_target
@@ -38,6 +42,8 @@ class Exchanges:
         self.placement = groups.ranks.placement
         self._kept: dict[tuple[str, int, int, bool], Exchange] = {}
         self._relays: dict[tuple[int, int], Relay] = {}
+        self._arrivals: dict[tuple[str, int, bool, int], Exchange] = {}
+        self._blocks: dict[tuple[str, int, bool, int], Exchange] = {}
 
     def dispatch(self, layer: int) -> Exchange:
         """The exchange that takes tokens to the experts of `layer`; this rank must be part of it."""
@@ -50,6 +56,27 @@ class Exchanges:
         if not self.placement.disaggregated:
             return self._exchange("combine", self.groups.me.worker, self.groups.me.worker, layer)
         return self._exchange("combine", self.placement.ffn[layer], combine_target(self.placement, layer), layer)
+
+    def arrival(self, purpose: str, layer: int, split: TileSplit, group: int) -> Exchange:
+        """The part of a colocated dispatch or combine that arrives with one group of sources."""
+        worker = self.groups.me.worker
+        key = (purpose, worker, self.model.is_moe(layer), group)
+        if key not in self._arrivals:
+            sides = self._sides(purpose, worker, worker, "rank" if split.gather else self.merge)
+            only = arrival_groups(split, sides.holders, sides.nodes)[group]
+            sides = replace(sides, only=only)
+            self._arrivals[key] = self._make(purpose, worker, worker, True, sides=sides, gather=split.gather)
+        return self._arrivals[key]
+
+    def block(self, purpose: str, layer: int, split: TileSplit, width: int) -> Exchange:
+        """A colocated dispatch or combine of rows of `width` columns."""
+        worker = self.groups.me.worker
+        key = (purpose, worker, self.model.is_moe(layer), width)
+        if key not in self._blocks:
+            sides = self._sides(purpose, worker, worker, "rank" if split.gather else self.merge)
+            form = replace(self.form, width=width)
+            self._blocks[key] = self._make(purpose, worker, worker, True, sides=sides, form=form)
+        return self._blocks[key]
 
     def relay(self, sender: int, receiver: int) -> Relay:
         """The stage transfer between two workers; `sender` sends in forward."""
@@ -78,7 +105,7 @@ class Exchanges:
             self._kept[key] = self._make(purpose, a, b, moe)
         return self._kept[key]
 
-    def _make(self, purpose: str, a: int, b: int, moe: bool) -> Exchange:
+    def _sides(self, purpose: str, a: int, b: int, merge: str) -> Sides:
         groups, ranks = self.groups, self.groups.ranks
         if groups.me.worker not in (a, b):
             raise LaunchError(f"rank {groups.rank} of worker {groups.me.worker} has no {purpose} from {a} to {b}")
@@ -87,15 +114,29 @@ class Exchanges:
         else:
             owners, holders = ranks.ranks(a, groups.me.replica), ranks.ranks(b, groups.me.replica)
             owners, holders = (owners, holders) if purpose == "dispatch" else (holders, owners)
+        return Sides(owners, holders, merge, {rank: ranks.nodes[rank] for rank in (*owners, *holders)})
+
+    def _make(
+        self,
+        purpose: str,
+        a: int,
+        b: int,
+        moe: bool,
+        *,
+        sides: Sides | None = None,
+        form: Format | None = None,
+        gather: bool = False,
+    ) -> Exchange:
         home = "blocks" if not moe else "first_expert" if self.placement.disaggregated else "source"
         return Exchange(
-            Sides(owners, holders, self.merge, {rank: ranks.nodes[rank] for rank in (*owners, *holders)}),
-            forward=make_transport(self.transport, groups.link(purpose, a, b)),
-            backward=make_transport(self.transport, groups.link(f"{purpose}_back", a, b)),
-            form=self.form,
+            sides or self._sides(purpose, a, b, self.merge),
+            forward=make_transport(self.transport, self.groups.link(purpose, a, b)),
+            backward=make_transport(self.transport, self.groups.link(f"{purpose}_back", a, b)),
+            form=form or self.form,
             experts=Experts(self.model.experts, self.model.top_k) if moe else None,
             home=home,
             ledger=self.ledger,
+            gather=gather,
         )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
+from disagmoe.cost.comet import TileSplit, tile_split
+from disagmoe.ops import Kind
 from disagmoe.plan.colocated import colocated_program
 from disagmoe.plan.combined import combined_program
+from disagmoe.plan.comet import comet_program
 from disagmoe.plan.dualpipe import dualpipe_program, dualpipev_program
 from disagmoe.plan.plan import Batch, Layout, Placement, Plan, Worker
 from disagmoe.plan.program import Program
@@ -27,6 +30,9 @@ class Colocated(Case):
     ep: int = 1
     chunks: int = 1
     exposed: bool = False
+    nodes: int = 1
+    columns: int = 3
+    gather: bool = False
 
     @property
     def shape(self) -> RingShape:
@@ -55,9 +61,23 @@ class Colocated(Case):
                 p2p_exposed=self.exposed,
             )
         shape = {"p": self.p, "v": self.v, "m": self.microbatches, "group": None}
+        if self.system == "comet":
+            return comet_program(
+                **shape,  # type: ignore[arg-type]
+                stage_layers=self.stages,
+                moe=moe,
+                groups=self.tiles.groups,
+                columns=self.tiles.columns,
+                recompute=self.recompute,
+            )
         if self.system == "combined":
             return combined_program(**shape, stage_layers=self.stages, moe=moe)  # type: ignore[arg-type]
         return colocated_program(**shape, stage_layers=self.stages, moe=moe, chunks=self.chunks)  # type: ignore[arg-type]
+
+    @property
+    def tiles(self) -> TileSplit:
+        split = tile_split(self.ep, self.nodes, self.model.hidden, gather=self.gather)
+        return replace(split, columns=self.columns)
 
     @property
     def plan(self) -> Plan:
@@ -65,7 +85,7 @@ class Colocated(Case):
         rank_of = [2 * self.p - 1 - s if down and s >= self.p else s % self.p for s in range(len(self.stages))]
         homes = tuple(rank_of[s] for s, layers in enumerate(self.stages) for _ in layers)
         placement = Placement(
-            workers=tuple(Worker(f"S{i}", "AF", self.gpus, 1, 1.0, (0,)) for i in range(self.p)),
+            workers=tuple(Worker(f"S{i}", "AF", self.gpus, self.nodes, 1.0) for i in range(self.p)),
             attn=homes,
             ffn=homes,
             embed=homes[0],
@@ -74,7 +94,9 @@ class Colocated(Case):
             mirror=self.system == "dualpipe",
         )
         batch = Batch(self.microbatches, 1, self.gpus * self.dp)
-        return Plan(Layout(self.system, "", placement, batch, self.ep, "nccl", self.merge), self.program)
+        tiles = self.tiles if self.system == "comet" else None
+        layout = Layout(self.system, "", placement, batch, self.ep, "nccl", self.merge, tiles=tiles)
+        return Plan(layout, self.program)
 
 
 CASES = [
@@ -90,6 +112,18 @@ CASES = [
     Colocated(system="dualpipe", p=2, layers=3, microbatches=8, sequences=8, family="deepseek_v3"),
     Colocated(system="dualpipe", p=2, gpus=2, ep=2, microbatches=4, exposed=True),
 ]
+COMET_CASES = [
+    Colocated(system="comet"),
+    Colocated(system="comet", gpus=2, ep=2),
+    Colocated(system="comet", gpus=3, ep=3, family="gpt_oss", layers=3, sequences=7, merge="none"),
+    Colocated(system="comet", gpus=2, ep=2, family="deepseek", layers=3, columns=5),
+    Colocated(system="comet", gpus=4, ep=4, nodes=2, family="deepseek_v2", merge="node", sequences=9),
+    Colocated(system="comet", gpus=4, ep=4, nodes=2, merge="none", sequences=9),
+    Colocated(system="comet", gpus=2, ep=2, gather=True, family="gpt_oss"),
+    Colocated(system="comet", p=2, v=2, gpus=2, ep=2, layers=4, microbatches=4, transport="union", columns=13),
+    Colocated(system="comet", gpus=2, ep=2, recompute=(Kind.ATTN, Kind.DISPATCH, Kind.FFN, Kind.COMBINE)),
+    Colocated(system="comet", gpus=2, ep=2, recompute=(Kind.FFN,), family="deepseek_v3"),
+]
 MICRO_BATCHES = [
     *(Case(microbatches=m, sequences=8) for m in (1, 2, 4, 8)),
     *(Colocated(p=2, microbatches=m, sequences=8) for m in (1, 2, 4, 8)),
@@ -100,6 +134,11 @@ MICRO_BATCHES = [
 
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_every_colocated_schedule(pools: Pools, case: Colocated) -> None:
+    check(pools(case.ranks).run(one_step, case), case)
+
+
+@pytest.mark.parametrize("case", COMET_CASES, ids=name)
+def test_tile_by_tile(pools: Pools, case: Colocated) -> None:
     check(pools(case.ranks).run(one_step, case), case)
 
 
