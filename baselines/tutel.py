@@ -20,6 +20,7 @@ from math import ceil
 from typing import ClassVar
 
 from baselines.colocated import colocated_candidates, colocated_layout, pipeline_program
+from disagmoe.cost.capacity import capacity_rows
 from disagmoe.plan.plan import Layout
 from disagmoe.plan.program import Program
 from disagmoe.system import RECOMPUTE_LEVELS, Candidate, NotApplicable, Problem, System
@@ -95,6 +96,7 @@ class Tutel:
         return replace(
             layout,
             tokens_dropped=round(share * work.global_batch * work.seq),
+            options={**layout.options, "capacity_factor": self.capacity_factor},
             details={
                 **layout.details,
                 "degree": degree,
@@ -114,11 +116,7 @@ def capacity(tokens: int, experts: int, top_k: int, factor: float, skew: float, 
     The fullest expert of dropless routing is taken to hold `skew` times the mean.
     """
     fullest = ceil(round(skew * tokens * top_k / experts, 6))
-    fixed = top_k * int(abs(factor) * ceil(tokens / experts))
-    rows = fixed if factor > 0.0 else fullest if factor == 0.0 else min(fullest, fixed)
-    if rows < 1:
-        raise ValueError(f"tutel capacity_factor={factor:g} leaves no row per expert for {tokens} tokens of {experts}")
-    return -(-rows // degree) * degree
+    return capacity_rows(fullest, tokens, experts, top_k, factor, degree)
 
 
 def dropped_share(load: float, skew: float, ranks: int) -> float:

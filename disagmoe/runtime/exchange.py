@@ -31,7 +31,7 @@ from disagmoe.runtime.ledger import Ledger
 from disagmoe.runtime.merge import Blocks, Sides
 from disagmoe.runtime.party import Arrived, Experts, Party
 from disagmoe.runtime.route import End, Leg, arrive, depart, return_end
-from disagmoe.runtime.transport import Slab, Transport
+from disagmoe.runtime.transport import Link, Slab, Transport
 from disagmoe.runtime.wire import Cargo, Format, Hop, Wire
 
 __all__ = ["Arrived", "CombineRoute", "DispatchRoute", "Exchange", "Experts"]
@@ -86,6 +86,11 @@ class Exchange:
         self.party = Party(sides, self.me, form, experts, home)
         self._forward = Wire(sides, forward, form, ledger)
         self._backward = Wire(sides, backward, form, ledger)
+
+    @property
+    def link(self) -> Link:
+        """The groups of its forward direction."""
+        return self._forward.link
 
     @property
     def local_experts(self) -> range:

@@ -3,7 +3,7 @@
 Decides where a token is at home (where the residual and what is not routed are
 computed): `first_expert`, the holder of its first expert; `blocks`, near-equal
 blocks of tokens over the holders (dense layers); `source`, the owner itself
-(colocated). And where experts lie: in near-equal contiguous blocks on the holders.
+(colocated); `nowhere`, where what is not routed does not travel. And where experts lie: in near-equal contiguous blocks on the holders.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from disagmoe.runtime.merge import Blocks, Sides
 from disagmoe.runtime.route import End, Load
 from disagmoe.runtime.wire import Format, Hop
 
-HOMES = ("first_expert", "blocks", "source")
+HOMES = ("first_expert", "blocks", "source", "nowhere")
 
 
 @dataclass(frozen=True)
@@ -203,4 +203,5 @@ class Party:
             return self.expert_holder[ids[:, 0]] if ids.numel() else numbers
         if self.home == "blocks":
             return Blocks.split(self.sides.holders, tokens.total).index_of(numbers)
-        return torch.full_like(numbers, self.sides.holders.index(self.me) if self.is_holder else -1)
+        at_source = self.home == "source" and self.is_holder
+        return torch.full_like(numbers, self.sides.holders.index(self.me) if at_source else -1)

@@ -24,6 +24,7 @@ from disagmoe.plan.plan import Plan
 from disagmoe.plan.verify import verify
 from disagmoe.runtime.attention_ops import AttentionOps
 from disagmoe.runtime.buckets import Bucket
+from disagmoe.runtime.capacity_ops import CapacityOps
 from disagmoe.runtime.child import Context
 from disagmoe.runtime.cut import Cut, Fetch, StepBatch
 from disagmoe.runtime.executor import MOST_TIMEOUT_S, Executor, Record
@@ -32,6 +33,7 @@ from disagmoe.runtime.groups import Groups
 from disagmoe.runtime.head_shard import Fragment
 from disagmoe.runtime.holdings import Holdings, Share
 from disagmoe.runtime.optimizer import Recipe, ShardedAdamW
+from disagmoe.runtime.pacing import Pacing
 from disagmoe.runtime.script import Task, script_of
 from disagmoe.runtime.shard_ops import ShardOps
 from disagmoe.runtime.shelf import Shelf
@@ -98,15 +100,28 @@ class StepResult:
 
 
 class StepRunner:
-    """This rank's part of `plan`, ready to run steps. Collective over the world; use as a context manager."""
+    """This rank's part of `plan`, ready to run steps. Collective over the world; use as a context manager.
 
-    def __init__(self, context: Context, plan: Plan, spec: ModelSpec, cut: Cut, options: RunOptions) -> None:
+    With `pacing` every step takes the modelled time, and its record is in logical seconds.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        plan: Plan,
+        spec: ModelSpec,
+        cut: Cut,
+        options: RunOptions,
+        *,
+        pacing: Pacing | None = None,
+    ) -> None:
         verify(plan)
         precision = PRECISIONS[options.precision]
         self.plan, self.spec, self.cut, self.options = plan, spec, cut, options
         groups = Groups.create(
             plan, device=context.device, timeout_s=options.timeout_s, node_size=options.node_size, tied=spec.tied
         )
+        self.pacer = groups.clock = None if pacing is None else pacing.pacer(plan.program, groups)
         self.exchanges = Exchanges(
             groups, spec, transport=options.transport, merge=plan.layout.merge, dtype=precision.rows
         )
@@ -125,6 +140,7 @@ class StepRunner:
             device=context.device,
             timeout_s=options.timeout_s,
             names=tuple(worker.name for worker in plan.layout.placement.workers),
+            pacer=self.pacer,
         )
 
     def step(self, fetch: Fetch) -> StepResult:
@@ -219,7 +235,12 @@ class _StepOps:
         if site.tiles:
             tiles = TileOps(site, shelf, site.tiles)
             return tiles, tiles.experts
-        return TransferOps(site, shelf), ExpertOps(site, shelf).experts
+        experts = ExpertOps(site, shelf).experts
+        layout = site.plan.layout
+        if layout.capacity_padded:
+            factor = float(layout.options.get("capacity_factor", 0.0))
+            return CapacityOps(site, shelf, self._tally, factor), experts
+        return TransferOps(site, shelf), experts
 
     def perform(self, task: Task) -> float | None:
         kind = task.op.kind

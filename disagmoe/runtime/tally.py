@@ -20,7 +20,11 @@ _HEAD = ("square_norm", "cross_entropy", "balance", "z", "tokens")
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over all ranks. `counts` [layers, experts] tokens per expert (0 in dense layers), int64 on the host."""
+    """Sums over all ranks.
+
+    `counts` [layers, experts] tokens per expert (0 in dense layers), `dropped`
+    [layers] copies of tokens that a full expert turned away; int64 on the host.
+    """
 
     square_norm: float
     cross_entropy: float
@@ -28,14 +32,17 @@ class Sums:
     z: float
     tokens: int
     counts: Tensor
+    dropped: Tensor
 
 
 class Tally:
     """The sums of one rank over one step."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
-        self._values = torch.zeros(len(_HEAD) + spec.layers * spec.experts, dtype=torch.float64, device=device)
-        self._counts = self._values[len(_HEAD) :].view(spec.layers, spec.experts)
+        size = len(_HEAD) + spec.layers * (spec.experts + 1)
+        self._values = torch.zeros(size, dtype=torch.float64, device=device)
+        self._dropped, counts = self._values[len(_HEAD) :].split([spec.layers, spec.layers * spec.experts])
+        self._counts = counts.view(spec.layers, spec.experts)
 
     def add_loss(self, cross_entropy: Tensor, tokens: int) -> None:
         """A head's cross entropy, summed over `tokens`."""
@@ -48,6 +55,10 @@ class Tally:
         self._values[3] += routing.z
         self._counts[layer] += routing.counts
 
+    def add_dropped(self, layer: int, copies: int) -> None:
+        """Copies of tokens that got no row of their expert's capacity."""
+        self._dropped[layer] += copies
+
     def vector(self, square_norm: float) -> Tensor:
         """Everything in one vector, with this rank's share of the squared gradient norm."""
         self._values[0] = square_norm
@@ -56,5 +67,5 @@ class Tally:
     def read(self, summed: Tensor) -> Sums:
         """What a vector says that was summed over all ranks and lies on the host."""
         norm, cross_entropy, balance, z, tokens = summed[: len(_HEAD)].tolist()
-        counts = summed[len(_HEAD) :].view(self._counts.shape).round().long()
-        return Sums(norm, cross_entropy, balance, z, round(tokens), counts)
+        dropped, counts = summed[len(_HEAD) :].round().long().split([self._dropped.shape[0], self._counts.numel()])
+        return Sums(norm, cross_entropy, balance, z, round(tokens), counts.view(self._counts.shape), dropped)

@@ -29,7 +29,7 @@ from disagmoe.runtime.header import (
 )
 from disagmoe.runtime.ledger import Ledger, WireBytes
 from disagmoe.runtime.merge import Sides
-from disagmoe.runtime.transport import Slab, Transport, empty_rows
+from disagmoe.runtime.transport import Link, Slab, Transport, empty_rows
 
 WORD_BYTES = 4
 
@@ -101,7 +101,12 @@ class Wire:
         )
         self._inter = tuple(sides.nodes[rank] != sides.nodes[self.me] for rank in sides.members)
         self.position = link.position
+        self._clock = link.clock
         self._dtype = dtype_code(form.dtype)
+
+    @property
+    def link(self) -> Link:
+        return self._transport.link
 
     def swap(self, hop: Hop, cargo: Cargo, expected: tuple[Splits, Splits] | None) -> Cargo:
         """Hand every member its piece of `cargo`; returns what they have for this rank.
@@ -157,6 +162,8 @@ class Wire:
         mine, theirs = self._send_headers(hop, cargo, expected, refused=0)
         for position, header in theirs:
             check_headers(self.me, mine[position], self._members[position], header)
+        if self._clock is not None and theirs:
+            self._clock.heard_ns(hop.op, max(header.posted_ns for _, header in theirs))
         return theirs
 
     def _send_headers(
@@ -166,13 +173,15 @@ class Wire:
         if not peers and not self._transport.collective:
             return {}, []
         code = pack_op(hop.op)
+        posted = 0 if self._clock is None else self._clock.posted_ns(hop.op)
         mine: dict[int, Header] = {}
         for position, member in enumerate(self._members):
             if member in peers:
                 want = (UNKNOWN, UNKNOWN) if expected is None else (expected[0][position], expected[1][position])
                 mine[position] = Header(
                     MAGIC, refused, code, hop.stage, hop.tokens, self._dtype, self.form.width,
-                    self.form.sum_dtype.itemsize, cargo.rows.splits[position], cargo.words.splits[position], *want,
+                    self.form.sum_dtype.itemsize, cargo.rows.splits[position], cargo.words.splits[position],
+                    *want, posted,
                 )  # fmt: skip
         splits = tuple(int(position in mine) for position in range(len(self._members)))
         sent = torch.tensor([*mine.values()], dtype=torch.int64).view(-1, HEADER_WORDS)

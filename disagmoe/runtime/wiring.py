@@ -42,6 +42,7 @@ class Exchanges:
         self.placement = groups.ranks.placement
         self._kept: dict[tuple[str, int, int, bool], Exchange] = {}
         self._relays: dict[tuple[int, int], Relay] = {}
+        self._padded: dict[tuple[str, int], Exchange] = {}
         self._arrivals: dict[tuple[str, int, bool, int], Exchange] = {}
         self._blocks: dict[tuple[str, int, bool, int], Exchange] = {}
 
@@ -77,6 +78,14 @@ class Exchanges:
             form = replace(self.form, width=width)
             self._blocks[key] = self._make(purpose, worker, worker, True, sides=sides, form=form)
         return self._blocks[key]
+
+    def padded(self, purpose: str, layer: int) -> Exchange:
+        """A colocated dispatch or combine of dense buffers: every row has one expert, and no home."""
+        worker = self.groups.me.worker
+        key = (purpose, worker)
+        if key not in self._padded:
+            self._padded[key] = self._make(purpose, worker, worker, self.model.is_moe(layer), padded=True)
+        return self._padded[key]
 
     def relay(self, sender: int, receiver: int) -> Relay:
         """The stage transfer between two workers; `sender` sends in forward."""
@@ -126,14 +135,16 @@ class Exchanges:
         sides: Sides | None = None,
         form: Format | None = None,
         gather: bool = False,
+        padded: bool = False,
     ) -> Exchange:
         home = "blocks" if not moe else "first_expert" if self.placement.disaggregated else "source"
+        home = "nowhere" if padded else home
         return Exchange(
             sides or self._sides(purpose, a, b, self.merge),
             forward=make_transport(self.transport, self.groups.link(purpose, a, b)),
             backward=make_transport(self.transport, self.groups.link(f"{purpose}_back", a, b)),
             form=form or self.form,
-            experts=Experts(self.model.experts, self.model.top_k) if moe else None,
+            experts=Experts(self.model.experts, 1 if padded else self.model.top_k) if moe else None,
             home=home,
             ledger=self.ledger,
             gather=gather,

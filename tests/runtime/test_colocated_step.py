@@ -33,6 +33,7 @@ class Colocated(Case):
     nodes: int = 1
     columns: int = 3
     gather: bool = False
+    capacity: float | None = None
 
     @property
     def shape(self) -> RingShape:
@@ -72,7 +73,9 @@ class Colocated(Case):
             )
         if self.system == "combined":
             return combined_program(**shape, stage_layers=self.stages, moe=moe)  # type: ignore[arg-type]
-        return colocated_program(**shape, stage_layers=self.stages, moe=moe, chunks=self.chunks)  # type: ignore[arg-type]
+        return colocated_program(
+            **shape, stage_layers=self.stages, moe=moe, chunks=self.chunks, recompute=self.recompute
+        )  # type: ignore[arg-type]
 
     @property
     def tiles(self) -> TileSplit:
@@ -96,6 +99,8 @@ class Colocated(Case):
         batch = Batch(self.microbatches, 1, self.gpus * self.dp)
         tiles = self.tiles if self.system == "comet" else None
         layout = Layout(self.system, "", placement, batch, self.ep, "nccl", self.merge, tiles=tiles)
+        if self.capacity is not None:
+            layout = replace(layout, capacity_padded=True, options={"capacity_factor": self.capacity})
         return Plan(layout, self.program)
 
 
@@ -124,6 +129,16 @@ COMET_CASES = [
     Colocated(system="comet", gpus=2, ep=2, recompute=(Kind.ATTN, Kind.DISPATCH, Kind.FFN, Kind.COMBINE)),
     Colocated(system="comet", gpus=2, ep=2, recompute=(Kind.FFN,), family="deepseek_v3"),
 ]
+DROPLESS_CASES = [
+    Colocated(capacity=0.0),
+    Colocated(capacity=0.0, gpus=2, ep=2, chunks=2, sequences=5, family="deepseek"),
+    Colocated(capacity=0.0, gpus=3, ep=3, chunks=4, sequences=2, family="gpt_oss", microbatches=1),
+    Colocated(capacity=-100.0, gpus=2, ep=1, chunks=2, family="deepseek_v2"),
+    Colocated(capacity=100.0, gpus=2, ep=2, chunks=2, family="tied_all_experts", merge="none"),
+    Colocated(capacity=0.0, p=2, v=2, gpus=2, ep=2, layers=4, microbatches=4, transport="union", chunks=2),
+    Colocated(capacity=0.0, gpus=2, ep=2, recompute=(Kind.ATTN, Kind.DISPATCH, Kind.FFN, Kind.COMBINE), chunks=2),
+    Colocated(capacity=0.0, gpus=2, ep=2, recompute=(Kind.FFN,), family="deepseek_v3"),
+]
 MICRO_BATCHES = [
     *(Case(microbatches=m, sequences=8) for m in (1, 2, 4, 8)),
     *(Colocated(p=2, microbatches=m, sequences=8) for m in (1, 2, 4, 8)),
@@ -139,6 +154,11 @@ def test_every_colocated_schedule(pools: Pools, case: Colocated) -> None:
 
 @pytest.mark.parametrize("case", COMET_CASES, ids=name)
 def test_tile_by_tile(pools: Pools, case: Colocated) -> None:
+    check(pools(case.ranks).run(one_step, case), case)
+
+
+@pytest.mark.parametrize("case", DROPLESS_CASES, ids=name)
+def test_padded_to_a_capacity_that_drops_nothing(pools: Pools, case: Colocated) -> None:
     check(pools(case.ranks).run(one_step, case), case)
 
 
