@@ -1,8 +1,8 @@
-"""All compiled loops of the suite, and the rule by which running operations slow each other.
+"""All compiled loops of the suite.
 
 Decides how time passes: `run_events` advances a Program from event to event, with
 every running operation progressing at the rate that `compute_rate` and
-`transfer_rate` give for what runs beside it. The same two rules pace the emulator.
+`transfer_rate` give for what runs beside it: the rule of `disagmoe/cost/sharing.py`, compiled.
 
 Everything here is numba-compiled without fastmath and takes plain arrays; the
 calibration arrives as arguments, so one compilation serves every cluster.

@@ -4,7 +4,8 @@ Decides when an operation starts. A stream runs its rows in the Program's order;
 row starts when the rows it needs are through. Communication therefore overlaps
 compute as planned, and the calling thread never blocks in a send (gloo's are
 rendezvous). With two compute streams, whichever head is ready runs, backward
-first: on a GPU both issue to streams of their own, on a CPU they take turns.
+first: on a GPU both issue to streams of their own, on a CPU they take turns. Where a
+pacer decides how long everything takes, they too run side by side.
 
 The executor knows nothing of models: `perform(task)` does the work.
 """
@@ -21,6 +22,7 @@ from disagmoe.ops import COMPUTE_STREAMS, RECV_STREAMS, Stream
 from disagmoe.runtime.errors import PeerLostError
 from disagmoe.runtime.header import name_op
 from disagmoe.runtime.lane import Lane, Ticket
+from disagmoe.runtime.pacing import Pacer
 from disagmoe.runtime.script import Script, Task
 from disagmoe.runtime.streams import Board, Moment, Stamp, Stamps
 
@@ -59,20 +61,25 @@ class Executor:
         device: torch.device,
         timeout_s: float = MOST_TIMEOUT_S,
         names: tuple[str, ...] = (),
+        pacer: Pacer | None = None,
     ) -> None:
         self.script = script
         self.perform = perform
+        self.pacer = pacer
         self.device = device
         self.timeout_s = timeout_s
         self._names = names
         self._tasks = {task.row: task for task in script.tasks()}
-        self._compute = [tasks for stream, tasks in script.streams.items() if stream in COMPUTE_STREAMS]
-        self._lanes = {s: Lane(s.name.lower(), device) for s in script.streams if s not in COMPUTE_STREAMS}
+        here = [stream for stream in script.streams if stream in COMPUTE_STREAMS][: None if pacer is None else 1]
+        self._compute = [script.streams[stream] for stream in here]
+        self._lanes = {s: Lane(s.name.lower(), device) for s in script.streams if s not in here}
         two = device.type == "cuda" and len(self._compute) > 1
         self.second_stream = torch.cuda.Stream(device) if two else None  # type: ignore[no-untyped-call]
 
     def step(self) -> Record:
         """Run every task once. Raises what a task raised, or PeerLostError naming the operation and its peer."""
+        if self.pacer is not None:
+            self.pacer.begin()
         run = _Step(self)
         tickets = [lane.post(s.name, run.play, self.script.streams[s]) for s, lane in self._lanes.items()]
         try:
@@ -150,17 +157,22 @@ class _Step:
 
     def record(self) -> Record:
         """What was run and when."""
-        return Record(self._stamps.begin_s, self._stamps.resolve(self.done), self._ran)
+        begin_s = self._stamps.begin_s if self._owner.pacer is None else 0.0
+        return Record(begin_s, self._stamps.resolve(self.done), self._ran)
 
     def _run(self, task: Task) -> None:
         owner = self._owner
         if task.needs and (late := self.board.wait_all(task.needs, owner.timeout_s)) is not None:
             raise owner.stuck(task, late)
         self._ran[task.stream].append(task.row)
-        post = self._stamps.now()
         try:
-            started = owner.perform(task)
+            self.done[task.row] = self._timed(task) if owner.pacer is None else owner.pacer.run(task, owner.perform)
         except PeerLostError as error:
             raise PeerLostError(f"{owner.describe(task)}: {error}") from error
-        self.done[task.row] = (post, post if started is None else started, self._stamps.now())
         self.board.settle(task.row, self._stamps.event())
+
+    def _timed(self, task: Task) -> tuple[Stamp, Stamp, Stamp]:
+        """Perform a task as fast as it goes."""
+        post = self._stamps.now()
+        started = self._owner.perform(task)
+        return post, post if started is None else started, self._stamps.now()

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from disagmoe.ops import SEND_STREAMS, Kind, Phase
 from disagmoe.plan.plan import Placement, Plan
 from disagmoe.runtime.errors import LaunchError
-from disagmoe.runtime.transport import Link
+from disagmoe.runtime.transport import Clock, Link
 
 Ranks = tuple[int, ...]
 
@@ -221,6 +221,8 @@ class Groups:
         self.me = ranks.place(rank)
         self.device = device
         self.timeout_s = timeout_s
+        self.clock: Clock | None = None
+        """Set before the first link is made, where the run is paced."""
         self._members: dict[Key, Ranks] = {}
         self._data: dict[Key, dist.ProcessGroup] = {}
         self._control: dict[Key, dist.ProcessGroup] = {}
@@ -288,7 +290,9 @@ class Groups:
         """One direction of a transfer that this rank takes part in, from worker a to worker b (forward)."""
         block = self.me.local if purpose.startswith("p2p") else self.me.local // self.ranks.ep if a == b else 0
         key = Key(purpose, a, b, self.me.replica, block)
-        return Link(self._members[key], self.rank, self._control.get(key), self._data.get(key), self.timeout_s)
+        return Link(
+            self._members[key], self.rank, self._control.get(key), self._data.get(key), self.timeout_s, self.clock
+        )
 
     def destroy(self) -> None:
         """Give back every group (and its threads); the world group stays."""

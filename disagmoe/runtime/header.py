@@ -2,7 +2,7 @@
 
 gloo accepts a message that is shorter than the buffer without a word, kills the
 process on a longer one, and never looks at types. So every pair of ranks first
-swaps a header of 96 bytes with what it will send, what it expects and what both
+swaps a header of 104 bytes with what it will send, what it expects and what both
 must have in common. Both check the same two headers with the same rules: either
 both go on or both raise, before any row has moved.
 """
@@ -30,7 +30,8 @@ class Header(NamedTuple):
     `refused` 1: the sender cannot take part. `tokens` of the whole micro-batch.
     `rows` and `words` (4 bytes of metadata each) will be sent; `want_rows` and
     `want_words` are expected, UNKNOWN where the peer decides. `dtype`, `width` of
-    rows; `copy_bytes` of one gate weight.
+    rows; `copy_bytes` of one gate weight. `posted_ns` is the logical time at which a
+    paced sender was ready (else 0).
     """
 
     magic: int
@@ -45,6 +46,7 @@ class Header(NamedTuple):
     words: int
     want_rows: int
     want_words: int
+    posted_ns: int = 0
 
 
 HEADER_WORDS = len(Header._fields)

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from disagmoe.ops import COMPUTE_STREAMS, Stream
-from disagmoe.plan.dependencies import build_graph
 from disagmoe.plan.program import Program
 from disagmoe.runtime.child import Context
 from disagmoe.runtime.executor import Record
 from disagmoe.runtime.groups import RankMap, Ranks
+from disagmoe.runtime.traffic import partners
 from disagmoe.timeline.timeline import Timeline
 
 FloatArray = NDArray[np.float64]
@@ -56,7 +56,9 @@ def clock_offset_s(context: Context) -> float:
     return offset
 
 
-def gather_timeline(program: Program, ranks: RankMap, record: Record, offset_s: float) -> Timeline | None:
+def gather_timeline(
+    program: Program, ranks: RankMap, record: Record, offset_s: float, *, origin: str = "measured"
+) -> Timeline | None:
     """The Timeline of a step on rank 0, None on the others. Collective over the world."""
     rank, world = dist.get_rank(), dist.get_world_size()
     rows = np.array(sorted(record.moments), dtype=np.int64)
@@ -70,13 +72,13 @@ def gather_timeline(program: Program, ranks: RankMap, record: Record, offset_s: 
     moments = np.full((world, len(program), 3), _NEVER)
     for of_rank, (of_rows, of_times, _) in enumerate(found):
         moments[of_rank, of_rows] = of_times - begin_s
-    return timeline_of(program, ranks, moments)
+    return timeline_of(program, ranks, moments, origin=origin)
 
 
-def timeline_of(program: Program, ranks: RankMap, moments: FloatArray) -> Timeline:
+def timeline_of(program: Program, ranks: RankMap, moments: FloatArray, *, origin: str = "measured") -> Timeline:
     """Join `moments` [ranks, rows, (post, start, end)], NaN where a rank has no part, into the workers' Timeline."""
     post, start, end = (moments[:, :, i] for i in range(3))
-    others = _partners(program)
+    others = np.array(partners(program))
     columns = np.zeros((3, len(program)))
     for worker in range(program.n_workers):
         rows = np.flatnonzero(program.worker == worker)
@@ -89,7 +91,7 @@ def timeline_of(program: Program, ranks: RankMap, moments: FloatArray) -> Timeli
             mean[1] += np.clip(begun, post[rank, rows], end[rank, rows])
             mean[2] += end[rank, rows]
         columns[:, rows] = mean / len(own)
-    return Timeline(program, start_s=columns[1], end_s=columns[2], post_s=columns[0], origin="measured")
+    return Timeline(program, start_s=columns[1], end_s=columns[2], post_s=columns[0], origin=origin)
 
 
 def _arrival(
@@ -110,13 +112,3 @@ def _arrival(
             members = np.array(near if near is not None else ranks.everywhere([place.worker]))
             latest[here] = post[members][:, rows[here]].max(axis=0)
     return latest
-
-
-def _partners(program: Program) -> NDArray[np.int64]:
-    """Row at the other end of every transfer, -1 for other rows."""
-    graph = build_graph(program)
-    pairs = np.flatnonzero(graph.second_row >= 0)
-    first, second = graph.first_row[pairs], graph.second_row[pairs]
-    partner = np.full(len(program), -1, dtype=np.int64)
-    partner[first], partner[second] = second, first
-    return partner

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from disagmoe.ops import Op
 from disagmoe.runtime.errors import PeerLostError, first_line
 
 TRANSPORTS = ("pairs", "union")
@@ -39,12 +40,25 @@ class Slab:
         return tuple(torch.split(self.data, list(self.splits)))
 
 
+class Clock(Protocol):
+    """The logical clock of a paced run (`pacing.py`)."""
+
+    def posted_ns(self, op: Op) -> int:
+        """When this rank was ready for an operation."""
+        ...
+
+    def heard_ns(self, op: Op, posted_ns: int) -> None:
+        """When others were."""
+        ...
+
+
 @dataclass(frozen=True)
 class Link:
     """The process groups of one direction between some ranks.
 
     `members` ascending, `me` one of them. `control` carries headers (CPU tensors),
-    `data` rows; both None where `me` is alone.
+    `data` rows; both None where `me` is alone. `clock` gives headers their logical
+    times where the run is paced.
     """
 
     members: tuple[int, ...]
@@ -52,6 +66,7 @@ class Link:
     control: dist.ProcessGroup | None
     data: dist.ProcessGroup | None
     timeout_s: float
+    clock: Clock | None = None
 
     @property
     def position(self) -> int:

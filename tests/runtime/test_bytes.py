@@ -18,7 +18,7 @@ from disagmoe.runtime.ledger import WireBytes
 from tests.problems import problem
 from tests.runtime.cases import Case, Problem, run_cases
 
-HEADER = 96
+HEADER = 104
 ROW_METADATA, COPY_METADATA = 8, 12  # fp64 runs: token and flags; expert id and gate weight
 
 

@@ -47,7 +47,7 @@ def test_what_does_not_fit_is_refused(op):
 
 
 def test_names_and_size():
-    assert HEADER_BYTES == 96
+    assert HEADER_BYTES == 104
     assert name_op(OP) == "DISPATCH F of layer 2, micro-batch 5"
     assert name_op(OP._replace(chunk=1, replica=1)).endswith("micro-batch 5, chunk 1, replica 1")
     with pytest.raises(ValueError, match="int64 cannot be exchanged"):
