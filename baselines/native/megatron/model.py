@@ -1,0 +1,246 @@
+"""Megatron-Core's GPTModel for a ModelSpec of ours.
+
+Decides which models the adapter covers (`uncovered` names what it does not) and the
+Megatron configuration of those: RMSNorm, rotary positions, grouped queries with or
+without head norms, gated MLPs without biases, softmax or sigmoid routers, shared
+experts, dense layers anywhere, the all-to-all dispatcher, local experts one after the
+other (SequentialMLP: the grouped kernels need CUDA and Transformer Engine), layers split
+over stages exactly as our Program splits them. Megatron is given every fact explicitly:
+its defaults differ between versions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import TransformerConfig
+from torch import nn
+from torch.nn.functional import silu
+
+from disagmoe.model.conventions import conventions_of
+from disagmoe.specs import ModelSpec
+
+_MINUTES = 1  # longest wait inside one collective: Megatron takes whole minutes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`pp` pipeline ranks, `ep` ranks that share the experts, `dp` ranks per stage that take different sequences.
+
+    `stage_layers[s]` are the layers of virtual stage s = chunk * pp + rank, `group` the
+    micro-batch group of the interleaved order (None: pp). `overlap` is combined 1F1B
+    (`overlap_moe_expert_parallel_comm`).
+    """
+
+    pp: int
+    ep: int
+    dp: int
+    stage_layers: tuple[tuple[int, ...], ...]
+    group: int | None = None
+    overlap: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.pp, self.ep, self.dp) < 1:
+            raise ValueError(f"pp={self.pp}, ep={self.ep}, dp={self.dp}: each must be at least 1")
+        if self.dp % self.ep:
+            raise ValueError(f"ep={self.ep} does not divide the {self.dp} ranks of a stage")
+        if not self.stage_layers or len(self.stage_layers) % self.pp:
+            raise ValueError(f"{len(self.stage_layers)} virtual stages are no multiple of pp={self.pp}")
+        if self.pp == 1 and self.virtual > 1:
+            raise ValueError(f"{self.virtual} virtual stages need a pipeline: pp is 1, at least 2 is needed")
+        if self.overlap and self.ep == 1:
+            raise ValueError("EP overlap needs expert parallelism: ep is 1, at least 2 is needed")
+        if self.overlap and self.pp > 1 and self.virtual == 1:
+            raise ValueError(f"EP overlap with pp={self.pp} needs virtual stages: at least 2 per rank")
+
+    @property
+    def virtual(self) -> int:
+        """Model chunks per rank."""
+        return len(self.stage_layers) // self.pp
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.dp
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether Megatron runs its interleaved schedule."""
+        return self.virtual > 1
+
+
+def uncovered(spec: ModelSpec) -> list[str]:
+    """What `spec` has that this adapter does not hand to Megatron-Core; empty: covered."""
+    rules = conventions_of(spec)
+    found = {
+        "latent attention (MLA)": spec.mla is not None,
+        "attention biases": spec.attention_bias,
+        "attention sinks": spec.sinks,
+        "sliding windows": bool(spec.windowed_layers),
+        "router biases": spec.router_bias,
+        "expert biases": spec.expert_bias,
+        "a clamped activation": rules.activation_limit is not None,
+        "a tied head": spec.tied,
+        "a correction bias": spec.correction_bias,
+        "group-limited routing": spec.topk_group < spec.n_group,
+        "normalised weights of one expert": spec.top_k == 1 and _normalised(spec),
+        "sigmoid scores that are not normalised": spec.scoring == "sigmoid" and not spec.norm_topk_prob,
+        "multi-token prediction": spec.mtp_layers > 0,
+    }
+    return [what for what, there in found.items() if there]
+
+
+def check_covered(spec: ModelSpec) -> None:
+    """Raise ValueError where `spec` is not covered."""
+    if missing := uncovered(spec):
+        raise ValueError(f"model {spec.name}: the Megatron-Core adapter does not cover {', '.join(missing)}")
+
+
+def _normalised(spec: ModelSpec) -> bool:
+    """Whether the weights of the chosen experts sum to the scaling factor."""
+    return spec.scoring == "softmax_after_topk" or spec.norm_topk_prob
+
+
+def transformer_config(spec: ModelSpec, shape: Shape, device: torch.device) -> TransformerConfig:
+    """Megatron's configuration of `spec` in fp32, to run on `device`."""
+    check_covered(spec)
+    if [layer for stage in shape.stage_layers for layer in stage] != list(range(spec.layers)):
+        raise ValueError(f"the stages must hold layers 0 to {spec.layers - 1} once each, in order")
+    rules = conventions_of(spec)
+    config = TransformerConfig(
+        num_layers=spec.layers,
+        hidden_size=spec.hidden,
+        num_attention_heads=spec.heads,
+        num_query_groups=spec.kv_heads,
+        kv_channels=spec.head_dim,
+        ffn_hidden_size=spec.dense_width or spec.expert_width,
+        qk_layernorm=spec.qk_norm,
+        normalization="RMSNorm",
+        layernorm_epsilon=rules.norm_epsilon,
+        rotary_interleaved=rules.rope_interleaved,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **_experts(spec, shape),
+        **_pipeline(shape, device),
+        **_plain_kernels(),
+    )
+    # Its check asks for bf16 or fp16; fp32 is what can be compared to the last digits, so it is set afterwards.
+    config.overlap_moe_expert_parallel_comm = shape.overlap
+    return config
+
+
+def _experts(spec: ModelSpec, shape: Shape) -> dict[str, object]:
+    return {
+        "num_moe_experts": spec.experts,
+        "moe_ffn_hidden_size": spec.expert_width,
+        "moe_shared_expert_intermediate_size": spec.shared_width or None,
+        "moe_layer_freq": [int(spec.is_moe(layer)) for layer in range(spec.layers)],
+        "moe_router_topk": spec.top_k,
+        "moe_router_score_function": "sigmoid" if spec.scoring == "sigmoid" else "softmax",
+        # Softmax over the chosen logits is softmax over all, normalised over the chosen.
+        "moe_router_pre_softmax": not _normalised(spec),
+        "moe_router_topk_scaling_factor": None if spec.routed_scaling_factor == 1.0 else spec.routed_scaling_factor,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,
+        "expert_model_parallel_size": shape.ep,
+    }
+
+
+def _pipeline(shape: Shape, device: torch.device) -> dict[str, object]:
+    stages: list[list[str]] = [["decoder"] * len(layers) for layers in shape.stage_layers]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return {
+        "pipeline_model_parallel_size": shape.pp,
+        "virtual_pipeline_model_parallel_size": shape.virtual if shape.interleaved else None,
+        "pipeline_model_parallel_layout": stages if shape.pp > 1 else None,
+        "microbatch_group_size_per_vp_stage": shape.group or shape.pp,
+        "pipeline_dtype": torch.float32,
+        "params_dtype": torch.float32,
+        # gloo sends from where the output lies, which this would free while an asynchronous send still reads it.
+        "deallocate_pipeline_outputs": device.type == "cuda",
+        # Batched P2P with pp = 2 and virtual stages matches the wrong messages: losses are wrong and nothing says so.
+        "overlap_p2p_comm": shape.interleaved,
+        "batch_p2p_comm": not shape.interleaved,
+    }
+
+
+def _plain_kernels() -> dict[str, object]:
+    """Nothing that needs a GPU, apex or Transformer Engine."""
+    return {
+        "use_cpu_initialization": True,
+        "perform_initialization": False,
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "moe_permute_fusion": False,
+        "persist_layer_norm": False,
+        "barrier_with_L1_time": False,
+    }
+
+
+def start_parallel(shape: Shape) -> None:
+    """Make Megatron's process groups (which are global to the process). Collective over the world."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=shape.pp,
+        virtual_pipeline_model_parallel_size=shape.virtual if shape.interleaved else None,
+        expert_model_parallel_size=shape.ep,
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=_MINUTES,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(0)  # forked around every attention, though nothing is drawn
+
+
+def build_chunks(spec: ModelSpec, config: TransformerConfig, shape: Shape, seq: int, device: torch.device) -> list[Any]:
+    """The GPTModel of every virtual stage of this rank, each in Megatron's DDP."""
+    chunks = [_chunk(spec, config, shape, seq, index).to(device) for index in range(shape.virtual)]
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True, check_for_nan_in_grad=False
+    )
+    wrapped = [
+        DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)
+    ]
+    config.finalize_model_grads_func = finalize_model_grads
+    config.no_sync_func = [each.no_sync for each in wrapped] if shape.interleaved else wrapped[0].no_sync
+    return wrapped
+
+
+def _chunk(spec: ModelSpec, config: TransformerConfig, shape: Shape, seq: int, index: int) -> nn.Module:
+    stage = index if shape.interleaved else None
+    whole = {"ignore_virtual": not shape.interleaved, "vp_stage": stage}
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
+    model: nn.Module = GPTModel(
+        config,
+        block,
+        vocab_size=spec.vocab,
+        max_sequence_length=seq,
+        pre_process=parallel_state.is_pipeline_first_stage(**whole),
+        post_process=parallel_state.is_pipeline_last_stage(**whole),
+        parallel_output=True,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+        rotary_base=conventions_of(spec).rope_theta,
+        vp_stage=stage,
+    )
+    return model
+
+
+def local_experts(spec: ModelSpec, shape: Shape) -> range:
+    """Global ids of the experts of this rank: consecutive."""
+    number = spec.experts // shape.ep
+    first = parallel_state.get_expert_model_parallel_rank() * number
+    return range(first, first + number)
