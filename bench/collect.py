@@ -32,6 +32,7 @@ DETAIL = (
     ("tokens/s/GPU", "tokens_per_s_per_gpu", "{:,.0f}"),
     ("MFU", "mfu", "{:.1%}"),
     ("speedup", "speedup", "{:.2f}×"),
+    ("step ÷ bound", "bound_ratio", "{:.2f}×"),
     ("compute [s]", "compute_s", "{:.4g}"),
     ("overlapped [s]", "overlapped_comm_s", "{:.4g}"),
     ("exposed [s]", "exposed_comm_s", "{:.4g}"),

@@ -31,6 +31,7 @@ from disagmoe.cost.model import CostModel
 from disagmoe.plan.memory_report import MemoryReport
 from disagmoe.plan.plan import Layout, Plan
 from disagmoe.plan.pricing import Pricing
+from disagmoe.plan.resource_bound import resource_bound
 from disagmoe.plan.verify import verify
 from disagmoe.specs import default_global_batch
 from disagmoe.specs.devices import device
@@ -214,6 +215,9 @@ MEASURES = (
     "tokens_per_s_per_gpu",
     "mfu",
     "speedup",
+    "bound_s",
+    "bound_ratio",
+    "bound_by",
     "compute_s",
     "overlapped_comm_s",
     "exposed_comm_s",
@@ -252,6 +256,7 @@ def _measures(problem: Problem, plan: Plan, pricing: Pricing, timeline: Timeline
         "tokens_per_s": tokens / step_s,
         "tokens_per_s_per_gpu": per_gpu,
         "mfu": mfu,
+        **_bound(problem, plan, step_s),
         **summary.as_row(),
         "wire_bytes_per_gpu": sent,
         "gpus_used": placement.gpus_used,
@@ -261,6 +266,16 @@ def _measures(problem: Problem, plan: Plan, pricing: Pricing, timeline: Timeline
         "spread": 0.0,
         "plan": dict(plan.layout.details),
     }
+
+
+def _bound(problem: Problem, plan: Plan, step_s: float) -> Row:
+    """The least step that the hardware allows with this plan's experts per rank and transport."""
+    layout = plan.layout
+    if layout.tokens_dropped:  # the bound is that of all tokens
+        return {}
+    fused = layout.tiles is not None
+    least = resource_bound(problem.costs, layout.transport, layout.merge, layout.ep, fused=fused)
+    return {"bound_s": least.step_s, "bound_ratio": step_s / least.step_s, "bound_by": least.binds}
 
 
 def _gpu_weight(plan: Plan) -> Any:

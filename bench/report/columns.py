@@ -145,6 +145,7 @@ SPEED = (
     Column("status", lambda row, _: status_text(row), right=False),
     seconds("step\n[{time}]", "step_time_s"),
     ratio("speedup over\nmegatron_1f1b", "speedup"),
+    ratio("step ÷\nbound", "bound_ratio"),
     count("tokens/s\nper GPU", "tokens_per_s_per_gpu"),
     percent("MFU", "mfu"),
     count("GPUs\nused", "gpus_used"),
@@ -203,6 +204,7 @@ TABLES = (
 STAR = "* includes waiting for a peer: when the peer was ready is not known here"
 
 LEGEND = (
+    "bound = the least step that compute, NICs and NVLink allow any schedule on this transport and EP size",
     "step = compute + exposed + bubble (means over GPUs); overlapped communication runs inside compute;"
     " wait (for a peer) is part of the bubble; stall = exposed + bubble",
     "MFU = model FLOPs (causal attention counted half) ÷ peak of the whole cluster;"
@@ -220,7 +222,7 @@ CONTEXT = (
 VALUES = (
     *("view", "system", "variant", "status", "reason", "transport", "merge"),
     *("contention.compute", "contention.comm", "implementation"),
-    *("step_time_s", "speedup", "tokens_per_s", "tokens_per_s_per_gpu", "mfu"),
+    *("step_time_s", "speedup", "bound_s", "bound_ratio", "bound_by", "tokens_per_s", "tokens_per_s_per_gpu", "mfu"),
     *("compute_s", "overlapped_comm_s", "exposed_comm_s", "bubble_s", "wait_s", "stall_s"),
     *("exposed_comm_reduction", "stall_reduction"),
     *(f"exposed_by_kind_s.{kind}" for kind in KINDS),

@@ -37,7 +37,7 @@ def md_row(text: str, heading: str, system: str, view: str = "native") -> list[s
 def test_speed_table_by_hand() -> None:
     cells = md_row(markdown(sample()), "Speed and memory", "disagmoe")
     # 7.7 + 0.5 + 1.8 = 10 s; reference 8 + 6 + 2 = 16 s; 8,388,608 tokens / 10 s / 128 GPUs = 6,553.6
-    assert cells == ["disagmoe", "ok", "10.000", "1.60×", "6,554", "32.0 %", "128", "16", "51.2 / 75.6"]
+    assert cells == ["disagmoe", "ok", "10.000", "1.60×", "1.25×", "6,554", "32.0 %", "128", "16", "51.2 / 75.6"]
 
 
 def test_breakdown_by_hand() -> None:
@@ -219,7 +219,7 @@ def test_ascii_pipe_and_comma_locale() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, cwd=ROOT, timeout=60, check=False)
     assert done.returncode == 0, done.stderr.decode()
     assert b"1.60?" in done.stdout
-    assert b"16.0,1.0,524288.0" in done.stdout
+    assert b"16.0,1.0,8.0,2.0,compute,524288.0" in done.stdout
 
 
 def test_small_and_odd_hardware_reads_well() -> None:
