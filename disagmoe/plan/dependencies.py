@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 
 from disagmoe.ops import COMPUTE_KINDS, COMPUTE_STREAMS, RECV_STREAMS, SEND_STREAMS, Kind, Phase
 from disagmoe.plan.admission import admission_rows
-from disagmoe.plan.edges import BoolArray, Edges, LongArray, compress_edges, join, link, pack_key
+from disagmoe.plan.edges import BoolArray, Edges, LongArray, compress_edges, join, link, pack_key, sort_order
 from disagmoe.plan.halves import Halves, expert_halves, halves_edges
 from disagmoe.plan.program import IntArray, Program
 from disagmoe.plan.spread_head import spread_head_edges
@@ -124,8 +124,6 @@ def build_graph(program: Program) -> Graph:
     n = first_row.shape[0]
     src, dst = (np.concatenate([e[side] for e in edges]) for side in (0, 1))
     dst = _stage_units(program, node, n)[dst] if (program.pair >= 0).any() else dst
-    if waits.size:  # the compute before a batch is often what produced the data anyway
-        src, dst = np.divmod(np.unique(src * n + dst), n)
     succ_ptr, succ, indegree = compress_edges(src, dst, n)
     return Graph(
         node=node,
@@ -249,7 +247,7 @@ def _chain_edges(ops: _Ops, members: BoolArray) -> Edges:
     last = (n_layers + 1) * _POSITIONS + _POSITIONS
     position = np.where(forward, position, 2 * last - position)
     key = ops.microbatch[nodes] * (2 * last + 1) + position
-    order = np.argsort(key, kind="stable")
+    order = sort_order(key)
     nodes, key = nodes[order], key[order]
     halves = Halves(halves.first[order], halves.second[order])
     starts = np.concatenate([[True], key[1:] != key[:-1]])[: nodes.shape[0]]

@@ -1,6 +1,7 @@
 """Arrays that stand for the edges of a graph: keys of rows, and edges between rows of equal key.
 
-All of it is sorting and searching, so that graphs of 10^5 nodes are built in milliseconds.
+Decides how keys become the small numbers that the compiled loops of
+`graph_kernels.py` count with, so that graphs of 10^5 nodes are built in milliseconds.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from disagmoe.graph_kernels import link_groups, sort_edges, stable_order
 from disagmoe.plan.program import IntArray
 
 LongArray = NDArray[np.int64]
@@ -15,15 +17,13 @@ BoolArray = NDArray[np.bool_]
 Edges = tuple[LongArray, LongArray]  # (from, to), node numbers
 
 _KEY_LIMIT = 1 << 62
+_SPARSE = 16
+"""Possible keys per row (and a million more) above which keys are renumbered: counting them would take longer."""
 
 
 def compress_edges(src: LongArray, dst: LongArray, n_nodes: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Edge list to (succ_ptr, succ, indegree), sorted by source, then destination."""
-    # One int64 key per edge: sorting it is deterministic and faster than sorting pairs.
-    src, dst = np.divmod(np.sort(src * n_nodes + dst), max(n_nodes, 1))
-    succ_ptr = np.zeros(n_nodes + 1, dtype=np.int32)
-    np.cumsum(np.bincount(src, minlength=n_nodes), out=succ_ptr[1:])
-    return succ_ptr, dst.astype(np.int32), np.bincount(dst, minlength=n_nodes).astype(np.int32)
+    """Edge list to (succ_ptr, succ, indegree), sorted by source, then destination; repeated edges count once."""
+    return sort_edges(src, dst, n_nodes)
 
 
 def pack_key(*columns: NDArray[np.integer]) -> LongArray:
@@ -45,41 +45,41 @@ def link(src: LongArray, src_group: LongArray, dst: LongArray, dst_group: LongAr
     """Edges between nodes of equal group: chunk by chunk where counts agree, else all to all."""
     if not src.size or not dst.size:
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-    if chunk.min() == chunk.max():
-        return join(src, src_group, dst, dst_group)
-    src_rank, src_count = _chunk_ranks(src_group, chunk[src])
-    dst_rank, dst_count = _chunk_ranks(dst_group, chunk[dst])
-    width = int(chunk.max() - chunk.min()) + 2
-    by_chunk_src = src_count == _lookup(dst_group, dst_count, src_group)
-    by_chunk_dst = dst_count == _lookup(src_group, src_count, dst_group)
-    src_key = src_group * width + np.where(by_chunk_src, src_rank + 1, 0)
-    dst_key = dst_group * width + np.where(by_chunk_dst, dst_rank + 1, 0)
-    return join(src, src_key, dst, dst_key)
-
-
-def _chunk_ranks(group: LongArray, chunk: LongArray) -> tuple[LongArray, LongArray]:
-    """Rank of each chunk among the distinct chunks of its group, and how many those are."""
-    width = int(chunk.max() - chunk.min()) + 1
-    distinct, inverse = np.unique(group * width + (chunk - chunk.min()), return_inverse=True)
-    owner = distinct // width
-    start = np.searchsorted(owner, owner, side="left")
-    count = np.searchsorted(owner, owner, side="right") - start
-    rank = np.arange(distinct.shape[0]) - start
-    return rank[inverse], count[inverse]
-
-
-def _lookup(keys: LongArray, values: LongArray, wanted: LongArray) -> LongArray:
-    """values[i] for some i with keys[i] == wanted, -1 where there is none."""
-    distinct, index = np.unique(keys, return_index=True)
-    at = np.minimum(np.searchsorted(distinct, wanted), distinct.shape[0] - 1)
-    return np.where(distinct[at] == wanted, values[index[at]], -1)
+    low = int(chunk.min())
+    groups, count = _numbered(src_group, dst_group)
+    return link_groups(
+        src, groups[0], chunk[src] - low, dst, groups[1], chunk[dst] - low, count, int(chunk.max()) - low + 1
+    )
 
 
 def join(src: LongArray, src_key: LongArray, dst: LongArray, dst_key: LongArray) -> Edges:
     """All (from, to) with equal keys."""
-    order = np.argsort(src_key, kind="stable")
-    keys = src_key[order]
-    low = np.searchsorted(keys, dst_key, side="left")
-    count = np.searchsorted(keys, dst_key, side="right") - low
-    skip = np.repeat(low - (np.cumsum(count) - count), count)
-    return src[order][np.arange(skip.shape[0]) + skip], np.repeat(dst, count)
+    if not src.size or not dst.size:
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    keys, count = _numbered(src_key, dst_key)
+    whole = (np.zeros(side.shape[0], dtype=np.int64) for side in (src, dst))
+    return link_groups(_long(src), keys[0], next(whole), _long(dst), keys[1], next(whole), count, 1)
+
+
+def sort_order(key: LongArray) -> LongArray:
+    """As np.argsort(key, kind="stable")."""
+    if not key.size:
+        return np.empty(0, dtype=np.int64)
+    keys, count = _numbered(key)
+    return stable_order(keys[0], count)
+
+
+def _numbered(*keys: LongArray) -> tuple[list[LongArray], int]:
+    """The keys as numbers from 0 in the same order, equal where they are equal, and how many numbers there may be."""
+    low = min(int(key.min()) for key in keys)
+    span = max(int(key.max()) for key in keys) - low + 1
+    rows = sum(key.shape[0] for key in keys)
+    if span <= _SPARSE * rows + (1 << 20):
+        return [_long(key - low) for key in keys], span
+    values, number = np.unique(np.concatenate(keys), return_inverse=True)
+    ends = np.cumsum([key.shape[0] for key in keys])[:-1]
+    return [_long(part) for part in np.split(number, ends)], values.shape[0]
+
+
+def _long(values: NDArray[np.integer]) -> LongArray:
+    return np.ascontiguousarray(values, dtype=np.int64)
