@@ -126,12 +126,13 @@ class Exchange:
                     merged=sides.merge != "none",
                     everywhere=self.gather,
                 )
-            got = self._forward.swap(hop, Cargo(leaving.rows.pack(rows), leaving.words), None)
-            load, copy_splits = arrive(got.words, got.rows.splits, self.form, sides.members, self.me)
-            rows = got.rows.data
-            lower, lower_copies = End(rows.shape[0], got.rows.splits), End(load.row.shape[0], copy_splits)
-            legs.append(Leg(leaving.rows, lower, leaving.copies, lower_copies))
-        cells, arrived = party.arrived(load, rows)
+            with self._forward.swap(hop, Cargo(leaving.rows.pack(rows), leaving.words), None) as got:
+                load, copy_splits = arrive(got.words, got.splits, self.form, sides.members, self.me)
+                rows = got.rows
+                lower, lower_copies = End(rows.shape[0], got.splits), End(load.row.shape[0], copy_splits)
+                legs.append(Leg(leaving.rows, lower, leaving.copies, lower_copies))
+                if stage + 1 == sides.stages:
+                    cells, arrived = party.arrived(load, rows)
         return DispatchRoute(tuple(legs), load.tokens, cells, tokens.total), arrived
 
     @torch.no_grad()
@@ -190,10 +191,10 @@ class Exchange:
                 self._check_partial_sums(tokens, route, numbers, current)
                 member = self.party.return_member(tokens, numbers, stage)
                 lower, words = return_end(numbers, member, len(self.sides.members))
-            got = self._forward.swap(hop, Cargo(lower.pack(current), words), None)
-            upper, numbers = self.party.collected(hop, tokens, got.words.data.long(), got.rows.splits)
-            legs.append(Leg(upper, lower, _no_copies(upper), _no_copies(lower)))
-            current = upper.add_up(got.rows.data, self.form.sum_dtype)
+            with self._forward.swap(hop, Cargo(lower.pack(current), words), None) as got:
+                upper, numbers = self.party.collected(hop, tokens, got.words.data.long(), got.splits)
+                legs.append(Leg(upper, lower, _no_copies(upper), _no_copies(lower)))
+            current = upper.add_up(got.rows, self.form.sum_dtype)
         return CombineRoute(tuple(reversed(legs)), tokens.total), current if self.party.is_owner else None
 
     @torch.no_grad()
@@ -216,13 +217,14 @@ class Exchange:
 
     def _down(self, wire: Wire, op: Op, legs: tuple[Leg, ...], total: int, x: Tensor | None) -> Tensor:
         """Copy rows from the owners to the holders of a known route."""
-        rows, nothing = self._rows(x), (0,) * len(self.sides.members)
+        rows, nothing = self._rows(x), wire.nothing
         for stage, leg in enumerate(legs):
             hop = Hop(op, stage, total)
             with self._told(wire, hop):
                 packed = self._packed(leg.upper, rows)
-            got = wire.swap(hop, Cargo(packed, Slab(self.form.no_words(), nothing)), (leg.lower.splits, nothing))
-            rows = leg.lower.place(got.rows.data)
+            with wire.swap(hop, Cargo(packed, Slab(self.form.no_words(), nothing)), (leg.lower.splits, nothing)) as got:
+                pass
+            rows = leg.lower.place(got.rows)
         return rows
 
     def _up(self, wire: Wire, hop: Hop, leg: Leg, rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,12 +232,12 @@ class Exchange:
         per_copy = self.form.copy_words
         with self._told(wire, hop):
             packed = self._packed(leg.lower, rows)
-            words = leg.lower_copies.pack(values).data.view(torch.int32)
+            words = leg.lower_copies.pack(values).packed.view(torch.int32)
         sent = Slab(words, tuple(per_copy * c for c in leg.lower_copies.splits))
         wanted = tuple(per_copy * c for c in leg.upper_copies.splits)
-        got = wire.swap(hop, Cargo(packed, sent), (leg.upper.splits, wanted))
-        total = leg.upper.add_up(got.rows.data, self.form.sum_dtype)
-        return total, leg.upper_copies.place(got.words.data.view(self.form.sum_dtype))
+        with wire.swap(hop, Cargo(packed, sent), (leg.upper.splits, wanted)) as got:
+            placed = leg.upper_copies.place(got.words.data.view(self.form.sum_dtype))
+        return leg.upper.add_up(got.rows, self.form.sum_dtype), placed
 
     def _packed(self, end: End, rows: Tensor) -> Slab:
         if rows.shape[0] != end.size:

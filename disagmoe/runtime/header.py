@@ -9,6 +9,8 @@ both go on or both raise, before any row has moved.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from struct import Struct
 from typing import NamedTuple
 
 import torch
@@ -49,8 +51,18 @@ class Header(NamedTuple):
     posted_ns: int = 0
 
 
-HEADER_WORDS = len(Header._fields)
-HEADER_BYTES = 8 * HEADER_WORDS
+_LAYOUT = Struct(f"={len(Header._fields)}q")
+HEADER_BYTES = _LAYOUT.size
+
+
+def header_bytes(header: Header) -> bytes:
+    """A header as it travels."""
+    return _LAYOUT.pack(*header)
+
+
+def header_of(raw: bytes) -> Header:
+    """The header that `header_bytes` made `raw` of."""
+    return Header(*_LAYOUT.unpack(raw))
 
 
 def dtype_code(dtype: torch.dtype) -> int:
@@ -60,6 +72,7 @@ def dtype_code(dtype: torch.dtype) -> int:
     return _DTYPES.index(dtype)
 
 
+@lru_cache(maxsize=4096)
 def pack_op(op: Op) -> int:
     """An operation as one number (59 bits)."""
     packed = 0

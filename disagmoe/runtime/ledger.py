@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from disagmoe.ops import Op
 
@@ -27,7 +27,15 @@ class WireBytes:
     local: int = 0
 
     def __add__(self, other: WireBytes) -> WireBytes:
-        return WireBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return WireBytes(
+            self.payload_intra + other.payload_intra,
+            self.payload_inter + other.payload_inter,
+            self.metadata_intra + other.metadata_intra,
+            self.metadata_inter + other.metadata_inter,
+            self.header_intra + other.header_intra,
+            self.header_inter + other.header_inter,
+            self.local + other.local,
+        )
 
     @property
     def payload(self) -> int:
@@ -49,7 +57,8 @@ class Ledger:
 
     def add(self, op: Op, sent: WireBytes) -> None:
         with self._lock:
-            self._bytes[op] = self._bytes.get(op, WireBytes()) + sent
+            before = self._bytes.get(op)
+            self._bytes[op] = sent if before is None else before + sent
 
     def total(self, which: Callable[[Op], bool] = lambda op: True) -> WireBytes:
         """Sum over the operations `which` is true of."""

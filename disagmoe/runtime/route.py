@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from disagmoe.runtime.errors import ExchangeError
+from disagmoe.runtime.mail import WORD_BYTES
 from disagmoe.runtime.transport import Slab
-from disagmoe.runtime.wire import WORD_BYTES, Format, Splits
+from disagmoe.runtime.wire import Format, Splits
 
 ROW_WORDS = 2
 _COPIES_SHIFT = 16
@@ -47,9 +48,8 @@ class End:
     order: Tensor | None = None
 
     def pack(self, rows: Tensor) -> Slab:
-        """Wire rows of `rows` [size, ...]."""
-        picked = rows if self.order is None else rows.index_select(0, self.order)
-        return Slab(picked.contiguous(), self.splits)
+        """Wire rows of `rows` [size, ...]; they are put together when they are sent."""
+        return Slab(rows, self.splits, self.order)
 
     def place(self, wire: Tensor) -> Tensor:
         """Wire rows back to rows [size, ...]; every row has exactly one."""
@@ -243,8 +243,8 @@ def _join_words(row_words: Tensor, row_splits: Splits, copy_words: Tensor, copy_
 def _part_words(words: Slab, row_splits: Splits, copy_splits: Splits, per_copy: int) -> tuple[Tensor, Tensor]:
     """Row words [n, 2] and copy words [c, per_copy] of all members."""
     rows, copies = [], []
-    for piece, r, c in zip(words.pieces(), row_splits, copy_splits, strict=True):
-        of_rows, of_copies = torch.split(piece, [ROW_WORDS * r, per_copy * c])
+    for member, (r, c) in enumerate(zip(row_splits, copy_splits, strict=True)):
+        of_rows, of_copies = torch.split(words.piece(member), [ROW_WORDS * r, per_copy * c])
         rows.append(of_rows)
         copies.append(of_copies)
     return torch.cat(rows).view(-1, ROW_WORDS), torch.cat(copies).view(-1, per_copy)

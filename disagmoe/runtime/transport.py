@@ -1,21 +1,27 @@
 """How slabs of rows get from rank to rank.
 
-A slab is a tensor whose first dimension is cut into one piece per member of a
-process group, in the group's order. A swap hands piece i of the sent slab to
-member i. Sizes are known on both sides beforehand (`wire.py` sees to it). Two
+A slab is a tensor whose rows are cut into one piece per member of a process group,
+in the group's order. A message hands piece i of the sent slab to member i. Two
 ways, equal in their result: one message per pair of ranks (`pairs`), and one
 all-to-all over everybody (`union`). A rank's piece for itself never touches the
 network: gloo has no self-send.
 
-On NCCL rows go over the NCCL group, headers over a gloo group at its side, so
-that the host knows sizes without waiting for the device (written so, not run).
+Sizes are known on both sides beforehand (`wire.py` sees to it), with one
+exception: a *letter*, a header with what rides along, may be shorter than its
+receiver allows for (`letter_bytes`), which gloo's point-to-point messages permit.
+
+On NCCL rows go over the NCCL group, letters over a gloo group at its side, so that
+the host knows sizes without waiting for the device (written so, not run).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import IntEnum
+from functools import cached_property
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -24,20 +30,66 @@ from torch import Tensor
 
 from disagmoe.ops import Op
 from disagmoe.runtime.errors import PeerLostError, first_line
+from disagmoe.runtime.header import HEADER_BYTES
 
 TRANSPORTS = ("pairs", "union")
+LETTER_BYTES = 64 << 10
+"""Most bytes of a letter between a pair of ranks: copying so much costs less than a message of its own."""
+
+Sending = list[tuple[dist.Work, str]]
+"""Works under way, each with what it is, as in "send to rank 3"."""
+
+
+class Channel(IntEnum):
+    """What a message is; messages of one channel between two ranks keep their order."""
+
+    LETTER = 0
+    WORDS = 1
+    ROWS = 2
 
 
 @dataclass(frozen=True)
 class Slab:
-    """`data` [n, ...], contiguous; `splits[i]` of the n belong to member i."""
+    """Rows on their way: row `order[i]` of `data` [n, ...] (None: row i) is row i on the wire.
+
+    `splits[j]` of the wire rows belong to member j.
+    """
 
     data: Tensor
     splits: tuple[int, ...]
+    order: Tensor | None = None
+    _made: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
-    def pieces(self) -> tuple[Tensor, ...]:
-        """One view per member."""
-        return tuple(torch.split(self.data, list(self.splits)))
+    @property
+    def rows(self) -> int:
+        """Rows on the wire."""
+        return int((self.data if self.order is None else self.order).shape[0])
+
+    @cached_property
+    def packed(self) -> Tensor:
+        """All wire rows, contiguous."""
+        return self.data.contiguous() if self.order is None else self.data.index_select(0, self.order)
+
+    def piece(self, member: int) -> Tensor:
+        """The wire rows of one member, contiguous; rows that lie side by side are not copied."""
+        if member not in self._made:
+            start = self._starts[member]
+            self._made[member] = self._cut(start, start + self.splits[member])
+        return self._made[member]
+
+    @cached_property
+    def _starts(self) -> tuple[int, ...]:
+        return (0, *accumulate(self.splits))
+
+    def _cut(self, start: int, stop: int) -> Tensor:
+        if self.order is None:
+            return self.data[start:stop].contiguous()
+        order = self.order[start:stop]
+        if stop - start > 1 and order.is_cpu:  # on a GPU the host would have to wait for the answer
+            first, last = int(order[0]), int(order[-1])
+            if last - first == stop - start - 1 and bool((order[1:] > order[:-1]).all()):
+                return self.data[first : last + 1].contiguous()
+        return self.data.index_select(0, order)
 
 
 class Clock(Protocol):
@@ -56,7 +108,7 @@ class Clock(Protocol):
 class Link:
     """The process groups of one direction between some ranks.
 
-    `members` ascending, `me` one of them. `control` carries headers (CPU tensors),
+    `members` ascending, `me` one of them. `control` carries letters (CPU tensors),
     `data` rows; both None where `me` is alone. `clock` gives headers their logical
     times where the run is paced.
     """
@@ -68,9 +120,44 @@ class Link:
     timeout_s: float
     clock: Clock | None = None
 
-    @property
+    @cached_property
     def position(self) -> int:
         return self.members.index(self.me)
+
+    @cached_property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self.timeout_s)
+
+    @cached_property
+    def on_gpu(self) -> bool:
+        """Whether rows go over NCCL."""
+        return self.data is not None and dist.get_backend(self.data) == "nccl"
+
+
+class Posted:
+    """Messages under way. Waiting raises PeerLostError when a peer is gone or does not answer in time."""
+
+    def __init__(self, link: Link, receives: Sending | None = None, sends: Sending | None = None) -> None:
+        self._link = link
+        self._receives = receives or []
+        self._sends = sends or []
+
+    def received(self) -> None:
+        """Until what comes is here."""
+        self._wait(self._receives)
+
+    def through(self) -> None:
+        """Until everything is through; what was sent may be written to again."""
+        self._wait(self._receives)
+        self._wait(self._sends)
+
+    def _wait(self, works: Sending) -> None:
+        for work, what in works:
+            try:
+                work.wait(self._link.timeout)
+            except RuntimeError as reason:
+                raise PeerLostError(f"rank {self._link.me} could not {what}: {first_line(reason)}") from None
+        works.clear()
 
 
 class Transport(Protocol):
@@ -81,21 +168,31 @@ class Transport(Protocol):
 
     @property
     def collective(self) -> bool:
-        """Every member must take part in every swap, even with nothing to send."""
+        """Every member must take part in every message, even with nothing to send."""
         ...
 
-    def swap(self, parts: Sequence[tuple[Slab, Slab]], *, control: bool = False) -> None:
-        """Fill the second slab of each part from the first slabs of the members; returns when all are through.
+    @property
+    def letter_bytes(self) -> int:
+        """Most bytes of a letter, its header included; the same on all members."""
+        ...
 
-        `control`: these are headers. Raises PeerLostError when a peer is gone or
-        does not answer in time.
+    def pack(self, slab: Slab, ridden: Container[int]) -> None:
+        """Lay the rows of `slab` ready to be sent, but for those of members in `ridden`."""
+        ...
+
+    def start(
+        self, channel: Channel, sent: Slab, received: Slab, ridden: Container[int] = (), rode: Container[int] = ()
+    ) -> Posted:
+        """Begin to fill `received` from what the members send; a rank's own piece is there at once.
+
+        Nothing is sent to members in `ridden` and nothing comes from those in `rode`.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Point to point: one message per pair of ranks and part, empty ones left out."""
+    """Point to point: one message per pair of ranks and channel, empty ones left out."""
 
     link: Link
 
@@ -103,43 +200,47 @@ class Pairs:
     def collective(self) -> bool:
         return False
 
-    def swap(self, parts: Sequence[tuple[Slab, Slab]], *, control: bool = False) -> None:
-        link = self.link
-        group = link.control if control else link.data
-        outgoing = [(part, *piece) for part, (sent, _) in enumerate(parts) for piece in self._others(sent)]
-        incoming = [(part, *piece) for part, (_, received) in enumerate(parts) for piece in self._others(received)]
-        if group is not None and not control and dist.get_backend(group) == "nccl":
-            works = self._batched(group, incoming, outgoing)
-        else:
-            first_tag = 0 if control else 1
-            works = [(dist.irecv(t, m, group, first_tag + part), f"receive from rank {m}") for part, m, t in incoming]
-            works += [(dist.isend(t, m, group, first_tag + part), f"send to rank {m}") for part, m, t in outgoing]
-        for sent, received in parts:
-            received.pieces()[link.position].copy_(sent.pieces()[link.position])
-        for work, what in works:
-            _wait(work, link, what)
+    @property
+    def letter_bytes(self) -> int:
+        return HEADER_BYTES if self.link.on_gpu else LETTER_BYTES
 
-    def _others(self, slab: Slab) -> list[tuple[int, Tensor]]:
-        """Pieces that are not empty and not this rank's own."""
-        return [
-            (member, piece)
-            for member, piece, count in zip(self.link.members, slab.pieces(), slab.splits, strict=True)
-            if count and member != self.link.me
-        ]
+    def pack(self, slab: Slab, ridden: Container[int]) -> None:
+        self._pieces(slab, ridden)
 
-    def _batched(
-        self, group: dist.ProcessGroup, incoming: list[tuple[int, int, Tensor]], outgoing: list[tuple[int, int, Tensor]]
-    ) -> list[tuple[dist.Work | None, str]]:
-        """NCCL knows no tags: one batch, in the same order (by part) on both ends."""
-        batch = [dist.P2POp(dist.irecv, t, m, group) for _, m, t in incoming]
-        batch += [dist.P2POp(dist.isend, t, m, group) for _, m, t in outgoing]
-        what = _name_all(self.link)
-        return [(work, what) for work in dist.batch_isend_irecv(batch)] if batch else []
+    def start(
+        self, channel: Channel, sent: Slab, received: Slab, ridden: Container[int] = (), rode: Container[int] = ()
+    ) -> Posted:
+        link, me = self.link, self.link.position
+        incoming, outgoing = self._pieces(received, rode), self._pieces(sent, ridden)
+        posted = Posted(link)
+        if link.on_gpu and channel is not Channel.LETTER:
+            posted = Posted(link, self._batched(incoming, outgoing))
+        elif incoming or outgoing:
+            group = link.control if channel is Channel.LETTER else link.data
+            assert group is not None
+            receives = [(group.recv([t], i, channel), f"receive from rank {link.members[i]}") for i, t in incoming]
+            sends = [(group.send([t], i, channel), f"send to rank {link.members[i]}") for i, t in outgoing]
+            posted = Posted(link, receives, sends)
+        if received.splits[me]:
+            received.piece(me).copy_(sent.piece(me))
+        return posted
+
+    def _pieces(self, slab: Slab, but: Container[int]) -> list[tuple[int, Tensor]]:
+        """Pieces that are neither empty nor this rank's own nor of members in `but`."""
+        me = self.link.position
+        return [(i, slab.piece(i)) for i, count in enumerate(slab.splits) if count and i != me and i not in but]
+
+    def _batched(self, incoming: Sequence[tuple[int, Tensor]], outgoing: Sequence[tuple[int, Tensor]]) -> Sending:
+        """NCCL knows no tags: one batch per channel; both ends go through the channels in the same order."""
+        members, group = self.link.members, self.link.data
+        batch = [dist.P2POp(dist.irecv, t, members[i], group) for i, t in incoming]
+        batch += [dist.P2POp(dist.isend, t, members[i], group) for i, t in outgoing]
+        return [(work, _name_all(self.link)) for work in dist.batch_isend_irecv(batch)] if batch else []
 
 
 @dataclass(frozen=True)
 class Union:
-    """One all-to-all over all members per part."""
+    """One all-to-all over all members per channel. Its sizes must be exact, so nothing rides with a header."""
 
     link: Link
 
@@ -147,20 +248,25 @@ class Union:
     def collective(self) -> bool:
         return True
 
-    def swap(self, parts: Sequence[tuple[Slab, Slab]], *, control: bool = False) -> None:
-        group = self.link.control if control else self.link.data
+    @property
+    def letter_bytes(self) -> int:
+        return HEADER_BYTES
+
+    def pack(self, slab: Slab, ridden: Container[int]) -> None:
+        _ = slab.packed  # the slab keeps it
+
+    def start(
+        self, channel: Channel, sent: Slab, received: Slab, ridden: Container[int] = (), rode: Container[int] = ()
+    ) -> Posted:
+        group = self.link.control if channel is Channel.LETTER else self.link.data
         if group is None:
-            for sent, received in parts:
-                received.data.copy_(sent.data)
-            return
-        works = [
-            dist.all_to_all_single(
-                received.data, sent.data, list(received.splits), list(sent.splits), group=group, async_op=True
-            )
-            for sent, received in parts
-        ]
-        for work in works:
-            _wait(work, self.link, _name_all(self.link))
+            received.data.copy_(sent.packed)
+            return Posted(self.link)
+        work = dist.all_to_all_single(
+            received.data, sent.packed, list(received.splits), list(sent.splits), group=group, async_op=True
+        )
+        assert work is not None
+        return Posted(self.link, [(work, _name_all(self.link))])
 
 
 def make_transport(name: str, link: Link) -> Transport:
@@ -172,15 +278,6 @@ def make_transport(name: str, link: Link) -> Transport:
 
 def _name_all(link: Link) -> str:
     return f"exchange with ranks {', '.join(str(m) for m in link.members if m != link.me)}"
-
-
-def _wait(work: dist.Work | None, link: Link, what: str) -> None:
-    if work is None:
-        return
-    try:
-        work.wait(timedelta(seconds=link.timeout_s))
-    except RuntimeError as reason:
-        raise PeerLostError(f"rank {link.me} could not {what}: {first_line(reason)}") from None
 
 
 def empty_rows(rows: int, like: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One hop of an exchange on the wire: headers, check, then rows and metadata.
+"""One hop of an exchange on the wire: letters, check, then what did not ride with the letters.
 
 Decides the protocol. A rank that finds its own side wrong before it has sent its
 header says so in the header (`refuse`), so that its peers raise at once instead of
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from disagmoe.ops import Op
 from disagmoe.runtime.errors import ExchangeError
 from disagmoe.runtime.header import (
     HEADER_BYTES,
-    HEADER_WORDS,
     MAGIC,
     UNKNOWN,
     Header,
@@ -28,10 +28,9 @@ from disagmoe.runtime.header import (
     pack_op,
 )
 from disagmoe.runtime.ledger import Ledger, WireBytes
+from disagmoe.runtime.mail import WORD_BYTES, Mail
 from disagmoe.runtime.merge import Sides
-from disagmoe.runtime.transport import Link, Slab, Transport, empty_rows
-
-WORD_BYTES = 4
+from disagmoe.runtime.transport import Channel, Link, Posted, Slab, Transport, empty_rows
 
 Splits = tuple[int, ...]
 
@@ -82,6 +81,29 @@ class Hop:
     tokens: int
 
 
+class Delivery:
+    """What came of one hop: `words` are here, `rows` once the `with` block is left without an error.
+
+    In between their sizes are known, and there is time to look at the words.
+    """
+
+    def __init__(self, words: Slab, rows: Slab, posted: Sequence[Posted]) -> None:
+        self.words = words
+        self.splits = rows.splits
+        self.rows = rows.data
+        self._posted = posted
+
+    def __enter__(self) -> Delivery:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            for posted in self._posted:
+                posted.through()
+
+
 class Wire:
     """One direction of an exchange, on one rank."""
 
@@ -92,23 +114,25 @@ class Wire:
         self.form = form
         self.ledger = ledger
         self.me = link.me
+        self.position = link.position
         self._members = sides.members
         self._transport = transport
-        self._peers = tuple(sides.peers(self.me, stage) for stage in range(sides.stages))
-        self._linked = tuple(
-            {*peers} | ({self.me} if (self.me, self.me) in sides.links[stage] else set())
-            for stage, peers in enumerate(self._peers)
-        )
+        peers = [set(sides.peers(self.me, stage)) for stage in range(sides.stages)]
+        self._peers = [tuple(i for i, rank in enumerate(sides.members) if rank in found) for found in peers]
+        self._linked = [
+            {*found, self.position} if (self.me, self.me) in links else {*found}
+            for found, links in zip(self._peers, sides.links, strict=True)
+        ]
         self._inter = tuple(sides.nodes[rank] != sides.nodes[self.me] for rank in sides.members)
-        self.position = link.position
         self._clock = link.clock
         self._dtype = dtype_code(form.dtype)
+        self.nothing = (0,) * len(sides.members)
 
     @property
     def link(self) -> Link:
         return self._transport.link
 
-    def swap(self, hop: Hop, cargo: Cargo, expected: tuple[Splits, Splits] | None) -> Cargo:
+    def swap(self, hop: Hop, cargo: Cargo, expected: tuple[Splits, Splits] | None) -> Delivery:
         """Hand every member its piece of `cargo`; returns what they have for this rank.
 
         `expected` are the row and word splits of what comes, None where senders decide.
@@ -116,31 +140,40 @@ class Wire:
         problem = self._problem(hop, cargo)
         if problem:
             self.refuse(hop)
-            others = ", ".join(str(p) for p in self._peers[hop.stage])
+            others = ", ".join(str(self._members[i]) for i in self._peers[hop.stage])
             raise ExchangeError(f"{name_op(hop.op)}: rank {self.me} cannot exchange with rank {others}: {problem}")
-        peers = self._peers[hop.stage]
-        rows, words = [0] * len(self._members), [0] * len(self._members)
-        for position, theirs in self._swap_headers(hop, cargo, expected):
-            rows[position], words[position] = theirs.rows, theirs.words
-        rows[self.position] = cargo.rows.splits[self.position]
-        words[self.position] = cargo.words.splits[self.position]
-        got = Cargo(
-            Slab(empty_rows(sum(rows), cargo.rows.data), tuple(rows)),
-            Slab(empty_rows(sum(words), cargo.words.data), tuple(words)),
-        )
-        if peers or self._transport.collective:
-            self._transport.swap([(cargo.words, got.words), (cargo.rows, got.rows)])
-        else:
-            got.rows.data.copy_(cargo.rows.data)
-            got.words.data.copy_(cargo.words.data)
-        self._count(hop.op, cargo, peers)
-        return got
+        mail = self._mail(hop, cargo, expected, refused=0)
+        letters = mail.post()
+        self._transport.pack(cargo.words, mail.words_ride)  # while the letters are under way
+        self._transport.pack(cargo.rows, mail.rows_ride)
+        letters.received()
+        theirs = mail.read()
+        for position, header in theirs.items():
+            check_headers(self.me, mail.headers[position], self._members[position], header)
+        if self._clock is not None and theirs:
+            self._clock.heard_ns(hop.op, max(header.posted_ns for header in theirs.values()))
+        self._count(hop, cargo)
+        return self._fetch(cargo, mail, theirs, letters)
 
     def refuse(self, hop: Hop) -> None:
         """Tell the peers of a hop that this rank cannot take part."""
-        nothing = (0,) * len(self._members)
-        cargo = Cargo(Slab(self.form.no_rows(), nothing), Slab(self.form.no_words(), nothing))
-        self._send_headers(hop, cargo, None, refused=1)
+        cargo = Cargo(Slab(self.form.no_rows(), self.nothing), Slab(self.form.no_words(), self.nothing))
+        self._mail(hop, cargo, None, refused=1).post().through()
+
+    def _fetch(self, cargo: Cargo, mail: Mail, theirs: dict[int, Header], letters: Posted) -> Delivery:
+        """Send what did not ride with the letters, and take in what comes."""
+        rows, words = [0] * len(self._members), [0] * len(self._members)
+        for position, header in theirs.items():
+            rows[position], words[position] = header.rows, header.words
+        rows[self.position] = cargo.rows.splits[self.position]
+        words[self.position] = cargo.words.splits[self.position]
+        got_words = Slab(empty_rows(sum(words), cargo.words.data), tuple(words))
+        got_rows = Slab(empty_rows(sum(rows), cargo.rows.data), tuple(rows))
+        words_rode, rows_rode = mail.unpack(theirs, got_words, got_rows)
+        of_words = self._transport.start(Channel.WORDS, cargo.words, got_words, mail.words_ride, words_rode)
+        of_rows = self._transport.start(Channel.ROWS, cargo.rows, got_rows, mail.rows_ride, rows_rode)
+        of_words.received()
+        return Delivery(got_words, got_rows, (of_words, of_rows, letters))
 
     def _problem(self, hop: Hop, cargo: Cargo) -> str | None:
         """What is wrong with the rank's own cargo, if anything."""
@@ -149,53 +182,34 @@ class Wire:
             has = f"{rows.data.dtype} {list(rows.data.shape)}"
             return f"rows must be {form.dtype} [rows, {form.width}], not {has}"
         for slab, label in ((rows, "rows"), (words, "words of metadata")):
-            if sum(slab.splits) != slab.data.shape[0] or min(slab.splits) < 0:
-                return f"{slab.data.shape[0]} {label} cannot be split into {list(slab.splits)}"
+            if sum(slab.splits) != slab.rows or min(slab.splits) < 0:
+                return f"{slab.rows} {label} cannot be split into {list(slab.splits)}"
         linked = self._linked[hop.stage]
-        for member, count in zip(self._members, rows.splits, strict=True):
-            if count and member not in linked:
-                return f"{count} rows for rank {member}, which hop {hop.stage} does not lead to"
+        for position, count in enumerate(rows.splits):
+            if count and position not in linked:
+                return f"{count} rows for rank {self._members[position]}, which hop {hop.stage} does not lead to"
         return None
 
-    def _swap_headers(self, hop: Hop, cargo: Cargo, expected: tuple[Splits, Splits] | None) -> list[tuple[int, Header]]:
-        """Headers of the peers by position, checked against this rank's own."""
-        mine, theirs = self._send_headers(hop, cargo, expected, refused=0)
-        for position, header in theirs:
-            check_headers(self.me, mine[position], self._members[position], header)
-        if self._clock is not None and theirs:
-            self._clock.heard_ns(hop.op, max(header.posted_ns for _, header in theirs))
-        return theirs
-
-    def _send_headers(
-        self, hop: Hop, cargo: Cargo, expected: tuple[Splits, Splits] | None, *, refused: int
-    ) -> tuple[dict[int, Header], list[tuple[int, Header]]]:
-        peers = self._peers[hop.stage]
-        if not peers and not self._transport.collective:
-            return {}, []
-        code = pack_op(hop.op)
+    def _mail(self, hop: Hop, cargo: Cargo, expected: tuple[Splits, Splits] | None, *, refused: int) -> Mail:
+        """The letters to the peers of a hop."""
+        code, form = pack_op(hop.op), self.form
         posted = 0 if self._clock is None else self._clock.posted_ns(hop.op)
-        mine: dict[int, Header] = {}
-        for position, member in enumerate(self._members):
-            if member in peers:
-                want = (UNKNOWN, UNKNOWN) if expected is None else (expected[0][position], expected[1][position])
-                mine[position] = Header(
-                    MAGIC, refused, code, hop.stage, hop.tokens, self._dtype, self.form.width,
-                    self.form.sum_dtype.itemsize, cargo.rows.splits[position], cargo.words.splits[position],
-                    *want, posted,
-                )  # fmt: skip
-        splits = tuple(int(position in mine) for position in range(len(self._members)))
-        sent = torch.tensor([*mine.values()], dtype=torch.int64).view(-1, HEADER_WORDS)
-        received = torch.zeros_like(sent)
-        self._transport.swap([(Slab(sent, splits), Slab(received, splits))], control=True)
-        return mine, [(p, Header(*values)) for p, values in zip(mine, received.tolist(), strict=True)]
+        headers = {}
+        for i in self._peers[hop.stage]:
+            want = (UNKNOWN, UNKNOWN) if expected is None else (expected[0][i], expected[1][i])
+            headers[i] = Header(
+                MAGIC, refused, code, hop.stage, hop.tokens, self._dtype, form.width, form.sum_dtype.itemsize,
+                cargo.rows.splits[i], cargo.words.splits[i], *want, posted,
+            )  # fmt: skip
+        return Mail(headers, cargo.words, cargo.rows, form.row_bytes, self._transport)
 
-    def _count(self, op: Op, cargo: Cargo, peers: Sequence[int]) -> None:
+    def _count(self, hop: Hop, cargo: Cargo) -> None:
         rows, words, headers = [0, 0], [0, 0], [0, 0]  # inside the node, to other nodes
-        for position, inter in enumerate(self._inter):
-            if position != self.position:
-                rows[inter] += cargo.rows.splits[position] * self.form.row_bytes
-                words[inter] += cargo.words.splits[position] * WORD_BYTES
-                headers[inter] += HEADER_BYTES * (self._members[position] in peers)
+        for position in self._peers[hop.stage]:
+            inter = self._inter[position]
+            rows[inter] += cargo.rows.splits[position] * self.form.row_bytes
+            words[inter] += cargo.words.splits[position] * WORD_BYTES
+            headers[inter] += HEADER_BYTES
         local = cargo.rows.splits[self.position] * self.form.row_bytes
-        sent = (rows[0], rows[1], words[0], words[1], headers[0], headers[1], local)
-        self.ledger.add(op, WireBytes(*sent))
+        sent = WireBytes(rows[0], rows[1], words[0], words[1], headers[0], headers[1], local)
+        self.ledger.add(hop.op, sent)

@@ -178,5 +178,6 @@ class Relay:
         def at(position: int, count: int) -> tuple[int, ...]:
             return tuple(count if i == position else 0 for i in range(2))
 
-        cargo = Cargo(Slab(rows.contiguous(), at(1 - mine, rows.shape[0])), Slab(self._form.no_words(), (0, 0)))
-        return wire.swap(Hop(op, 0, tokens), cargo, (at(1 - mine, wanted), (0, 0))).rows.data
+        cargo = Cargo(Slab(rows, at(1 - mine, rows.shape[0])), Slab(self._form.no_words(), (0, 0)))
+        with wire.swap(Hop(op, 0, tokens), cargo, (at(1 - mine, wanted), (0, 0))) as got:
+            return got.rows

@@ -48,7 +48,7 @@ def test_going_up_is_the_transpose_of_going_down(order, width):
     y = torch.randn(len(order), width, generator=draw, dtype=torch.float64)
     up = end.add_up(y, torch.float64)
     assert torch.allclose(up, torch.zeros_like(x).index_add(0, end.order, y))
-    assert torch.allclose((end.pack(x).data * y).sum(), (x * up).sum())
+    assert torch.allclose((end.pack(x).packed * y).sum(), (x * up).sum())
 
 
 def test_bf16_is_added_in_fp32():
@@ -109,7 +109,7 @@ def test_rows_go_back_by_member_and_stay_in_order():
     assert end.order.tolist() == [1, 3, 0, 2] and end.splits == (2, 2)
     assert words.data.tolist() == [2, 3, 5, 9]
     rows = torch.arange(4.0).view(4, 1)
-    assert torch.equal(end.place(end.pack(rows).data), rows)
+    assert torch.equal(end.place(end.pack(rows).packed), rows)
     in_order, _ = return_end(torch.tensor([2, 3]), torch.tensor([0, 1]), 2)
     assert in_order.order is None
 
