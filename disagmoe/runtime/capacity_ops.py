@@ -96,9 +96,7 @@ class CapacityOps(TransferOps):
         state.results[op.chunk] = y.index_select(0, chunk.row)
         if state.total is None:
             state.left = self._degree
-            state.total = torch.zeros(
-                state.routing.ids.shape[0], y.shape[1], dtype=exchange.form.sum_dtype, device=y.device
-            )
+            state.total = torch.zeros_like(state.x, dtype=exchange.form.sum_dtype)
         weights = state.routing.weights.flatten()[chunk.copy].to(state.total.dtype).unsqueeze(1)
         state.total.index_add_(0, self._token(state, chunk), state.results[op.chunk].to(state.total.dtype) * weights)
         state.total[self._run(state, op.chunk)] += made[count:].to(state.total.dtype)
@@ -141,9 +139,7 @@ class CapacityOps(TransferOps):
         assert found is not None and state.weights_grad is not None
         wide, chunk = exchange.form.sum_dtype, state.seating.chunks[op.chunk]
         if state.x_grad is None:
-            state.x_grad = torch.zeros(
-                state.routing.ids.shape[0], rows_grad.shape[1], dtype=wide, device=rows_grad.device
-            )
+            state.x_grad = torch.zeros_like(state.x, dtype=wide)
         state.x_grad.index_add_(0, self._token(state, chunk), found[0].index_select(0, chunk.row).to(wide))
         state.x_grad[self._run(state, op.chunk)] += rows_grad[count:].to(wide)
         state.left -= 1

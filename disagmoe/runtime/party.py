@@ -3,7 +3,8 @@
 Decides where a token is at home (where the residual and what is not routed are
 computed): `first_expert`, the holder of its first expert; `blocks`, near-equal
 blocks of tokens over the holders (dense layers); `source`, the owner itself
-(colocated); `nowhere`, where what is not routed does not travel. And where experts lie: in near-equal contiguous blocks on the holders.
+(colocated); `nowhere`, where what is not routed does not travel. And where experts
+lie: in near-equal contiguous blocks on the holders.
 """
 
 from __future__ import annotations

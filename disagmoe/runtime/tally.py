@@ -41,8 +41,8 @@ class Tally:
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         size = len(_HEAD) + spec.layers * (spec.experts + 1)
         self._values = torch.zeros(size, dtype=torch.float64, device=device)
-        self._dropped, counts = self._values[len(_HEAD) :].split([spec.layers, spec.layers * spec.experts])
-        self._counts = counts.view(spec.layers, spec.experts)
+        self._dropped = self._values[len(_HEAD) : len(_HEAD) + spec.layers]
+        self._counts = self._values[len(_HEAD) + spec.layers :].view(spec.layers, spec.experts)
 
     def add_loss(self, cross_entropy: Tensor, tokens: int) -> None:
         """A head's cross entropy, summed over `tokens`."""
@@ -67,5 +67,7 @@ class Tally:
     def read(self, summed: Tensor) -> Sums:
         """What a vector says that was summed over all ranks and lies on the host."""
         norm, cross_entropy, balance, z, tokens = summed[: len(_HEAD)].tolist()
-        dropped, counts = summed[len(_HEAD) :].round().long().split([self._dropped.shape[0], self._counts.numel()])
-        return Sums(norm, cross_entropy, balance, z, round(tokens), counts.view(self._counts.shape), dropped)
+        numbers = summed[len(_HEAD) :].round().long()
+        layers = self._dropped.shape[0]
+        counts = numbers[layers:].view(self._counts.shape)
+        return Sums(norm, cross_entropy, balance, z, round(tokens), counts, numbers[:layers])

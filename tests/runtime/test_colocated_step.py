@@ -1,108 +1,16 @@
-"""The same executor runs colocated Programs: interleaved 1F1B, Tutel's chunks, combined 1F1B, DualPipe, DualPipeV."""
+"""The same executor runs every colocated schedule: interleaved and combined 1F1B, Tutel, Comet, DualPipe, DualPipeV."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import pytest
 
-from disagmoe.cost.comet import TileSplit, tile_split
 from disagmoe.ops import Kind
-from disagmoe.plan.colocated import colocated_program
-from disagmoe.plan.combined import combined_program
-from disagmoe.plan.comet import comet_program
-from disagmoe.plan.dualpipe import dualpipe_program, dualpipev_program
-from disagmoe.plan.plan import Batch, Layout, Placement, Plan, Worker
-from disagmoe.plan.program import Program
-from disagmoe.train.plan import RingShape
+from tests.runtime.colocated_cases import Colocated
 from tests.runtime.conftest import Pools
 from tests.runtime.test_training_step import check, name
 from tests.runtime.training_cases import Case, one_step
 
-
-@dataclass(frozen=True)
-class Colocated(Case):
-    """`p` stages of `gpus` ranks, `ep` of which share the experts; `v` virtual stages per rank."""
-
-    system: str = "1f1b"
-    v: int = 1
-    gpus: int = 1
-    ep: int = 1
-    chunks: int = 1
-    exposed: bool = False
-    nodes: int = 1
-    columns: int = 3
-    gather: bool = False
-    capacity: float | None = None
-
-    @property
-    def shape(self) -> RingShape:
-        raise AssertionError("a colocated plan is no ring")
-
-    @property
-    def ranks(self) -> int:
-        return self.p * self.gpus * self.dp
-
-    @property
-    def stages(self) -> list[list[int]]:
-        """Layers of every virtual stage, near-equal."""
-        count = 2 * self.p if self.system == "dualpipev" else self.p * self.v
-        return [[i for i in range(self.layers) if i * count // self.layers == s] for s in range(count)]
-
-    @property
-    def program(self) -> Program:
-        moe = [self.model.is_moe(layer) for layer in range(self.layers)]
-        if self.system in ("dualpipe", "dualpipev"):
-            make = dualpipe_program if self.system == "dualpipe" else dualpipev_program
-            return make(
-                ranks=self.p,
-                microbatches=self.microbatches,
-                stage_layers=self.stages,
-                moe=moe,
-                p2p_exposed=self.exposed,
-            )
-        shape = {"p": self.p, "v": self.v, "m": self.microbatches, "group": None}
-        if self.system == "comet":
-            return comet_program(
-                **shape,  # type: ignore[arg-type]
-                stage_layers=self.stages,
-                moe=moe,
-                groups=self.tiles.groups,
-                columns=self.tiles.columns,
-                recompute=self.recompute,
-            )
-        if self.system == "combined":
-            return combined_program(**shape, stage_layers=self.stages, moe=moe)  # type: ignore[arg-type]
-        return colocated_program(
-            **shape, stage_layers=self.stages, moe=moe, chunks=self.chunks, recompute=self.recompute
-        )  # type: ignore[arg-type]
-
-    @property
-    def tiles(self) -> TileSplit:
-        split = tile_split(self.ep, self.nodes, self.model.hidden, gather=self.gather)
-        return replace(split, columns=self.columns)
-
-    @property
-    def plan(self) -> Plan:
-        down = self.system == "dualpipev"
-        rank_of = [2 * self.p - 1 - s if down and s >= self.p else s % self.p for s in range(len(self.stages))]
-        homes = tuple(rank_of[s] for s, layers in enumerate(self.stages) for _ in layers)
-        placement = Placement(
-            workers=tuple(Worker(f"S{i}", "AF", self.gpus, self.nodes, 1.0) for i in range(self.p)),
-            attn=homes,
-            ffn=homes,
-            embed=homes[0],
-            head=homes[-1],
-            replicas=self.dp,
-            mirror=self.system == "dualpipe",
-        )
-        batch = Batch(self.microbatches, 1, self.gpus * self.dp)
-        tiles = self.tiles if self.system == "comet" else None
-        layout = Layout(self.system, "", placement, batch, self.ep, "nccl", self.merge, tiles=tiles)
-        if self.capacity is not None:
-            layout = replace(layout, capacity_padded=True, options={"capacity_factor": self.capacity})
-        return Plan(layout, self.program)
-
+ROUTER_BIAS = (("router_bias", True),)
 
 CASES = [
     Colocated(),
@@ -139,6 +47,12 @@ DROPLESS_CASES = [
     Colocated(capacity=0.0, gpus=2, ep=2, recompute=(Kind.ATTN, Kind.DISPATCH, Kind.FFN, Kind.COMBINE), chunks=2),
     Colocated(capacity=0.0, gpus=2, ep=2, recompute=(Kind.FFN,), family="deepseek_v3"),
 ]
+DROPPING_CASES = [
+    Colocated(capacity=1.0, spec=ROUTER_BIAS, skew=True),
+    Colocated(capacity=1.0, gpus=2, ep=2, chunks=2, sequences=5, family="deepseek", seq=7),
+    Colocated(capacity=0.5, gpus=2, ep=1, chunks=2, family="gpt_oss", seq=13),
+    Colocated(capacity=1.0, p=2, gpus=2, ep=2, chunks=4, layers=3, sequences=7, family="deepseek_v2", seq=9),
+]
 MICRO_BATCHES = [
     *(Case(microbatches=m, sequences=8) for m in (1, 2, 4, 8)),
     *(Colocated(p=2, microbatches=m, sequences=8) for m in (1, 2, 4, 8)),
@@ -160,6 +74,13 @@ def test_tile_by_tile(pools: Pools, case: Colocated) -> None:
 @pytest.mark.parametrize("case", DROPLESS_CASES, ids=name)
 def test_padded_to_a_capacity_that_drops_nothing(pools: Pools, case: Colocated) -> None:
     check(pools(case.ranks).run(one_step, case), case)
+
+
+@pytest.mark.parametrize("case", DROPPING_CASES, ids=name)
+def test_tokens_beyond_the_capacity_are_dropped_and_counted(pools: Pools, case: Colocated) -> None:
+    outcomes = pools(case.ranks).run(one_step, case)
+    check(outcomes, case)
+    assert all(found.dropped == found.expected_dropped > 0 for found in outcomes)
 
 
 @pytest.mark.parametrize("case", MICRO_BATCHES, ids=lambda case: f"{type(case).__name__}-{name(case)}")

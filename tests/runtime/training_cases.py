@@ -94,6 +94,10 @@ class Case:
             chunk_tokens=7,
         )
 
+    def make_reference(self) -> ReferenceModel:
+        """The single-process model that a run of this case is compared with."""
+        return ReferenceModel(self.model, 0, PRECISIONS[self.precision].parameters, chunk_tokens=7)
+
     def tokens(self, step: int = 0) -> Tensor:
         """All sequences of a step, [sequences, seq + 1]."""
         generator = torch.Generator().manual_seed(1000 * self.seed + step)
@@ -111,10 +115,12 @@ class Outcome:
     counts_equal: bool
     as_planned: bool
     wire_bytes: int
+    dropped: int = 0
+    expected_dropped: int = 0
 
 
 def reference_of(case: Case, *, scrambled: bool = True) -> ReferenceModel:
-    model = ReferenceModel(case.model, 0, PRECISIONS[case.precision].parameters, chunk_tokens=7)
+    model = case.make_reference()
     if scrambled:
         for part in model.parts():
             scramble(part)
@@ -172,4 +178,6 @@ def one_step(context: Context, case: Case) -> Outcome:
         counts_equal=all(torch.equal(result.report.counts[i], n) for i, n in expected.counts.items()),
         as_planned=result.record.ran == planned and Stream.COMPUTE in planned,
         wire_bytes=sent,
+        dropped=int(result.sums.dropped.sum()),
+        expected_dropped=getattr(reference, "dropped", 0),
     )
