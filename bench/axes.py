@@ -1,8 +1,8 @@
 """The axes of the sensitivity study: what one setting of each changes in a configuration.
 
-Decides which axes touch every system (the workload and the hardware) and which
-only the system under study (its own choices), how settings are written, and on
-which of them a point between two others can be asked for.
+Decides which systems each axis touches (the workload and the hardware all of them,
+a choice of one kind of system only those that have it), how settings are written,
+and on which of them a point between two others can be asked for.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from baselines.registry import system_options
 from bench.comparison import OWN_SYSTEM
 from bench.config import RunConfig
 from bench.study import Setting
@@ -22,17 +23,19 @@ class Axis:
 
     `title` names it in tables and pictures. `apply` gives the configuration at a
     setting. `base` is the coordinate of the unchanged configuration on a numeric
-    axis, None on an axis of words. `shared` axes change every system, the others
-    only the one under study.
+    axis, None on an axis of words. `changes` says of a system whether the axis
+    touches it.
     """
 
     title: str
     apply: Callable[[RunConfig, Setting], RunConfig]
     base: Callable[[RunConfig], float] | None = None
     unit: str = ""
+    changes: Callable[[str], bool] = lambda name: True
 
     @property
-    def shared(self) -> bool:
+    def numeric(self) -> bool:
+        """Whether a point between two settings can be asked for."""
         return self.base is not None
 
     def text(self, setting: Setting) -> str:
@@ -66,12 +69,30 @@ def _merge(config: RunConfig, setting: Setting) -> RunConfig:
     return replace(config, merge=str(setting))
 
 
-def _option(name: str) -> Callable[[RunConfig, Setting], RunConfig]:
-    def apply(config: RunConfig, setting: Setting) -> RunConfig:
-        own = {**config.system_options.get(OWN_SYSTEM, {}), name: setting}
-        return replace(config, system_options={**config.system_options, OWN_SYSTEM: own})
+def _own(title: str, apply: Callable[[RunConfig, Setting], RunConfig]) -> Axis:
+    """A choice that the system under study alone has."""
+    return Axis(f"{title} ({OWN_SYSTEM})", apply, changes=lambda name: name == OWN_SYSTEM)
 
-    return apply
+
+def with_options(config: RunConfig, name: str, **options: object) -> RunConfig:
+    """The configuration with some options of one system set."""
+    chosen = {**config.system_options.get(name, {}), **options}
+    return replace(config, system_options={**config.system_options, name: chosen})
+
+
+def _option(name: str) -> Callable[[RunConfig, Setting], RunConfig]:
+    return lambda config, setting: with_options(config, OWN_SYSTEM, **{name: setting})
+
+
+def _replays(name: str) -> bool:
+    """Whether a system pairs forwards with backwards and so can hide its replays (see `baselines.colocated`)."""
+    return "replay" in system_options(name)
+
+
+def _replay(config: RunConfig, setting: Setting) -> RunConfig:
+    for name in filter(_replays, config.systems):
+        config = with_options(config, name, replay=setting)
+    return config
 
 
 AXES: Mapping[str, Axis] = {
@@ -79,8 +100,9 @@ AXES: Mapping[str, Axis] = {
     "nic": Axis("NIC bandwidth", _nic, lambda config: 1.0, "×"),
     "skew": Axis("routing skew", _skew, lambda config: config.workload.skew),
     "batch": Axis("micro-batches (global batch)", _batch, lambda config: 1.0, "×"),
-    "merge": Axis(f"merged copies ({OWN_SYSTEM})", _merge),
-    "head": Axis(f"output head ({OWN_SYSTEM})", _option("head")),
-    "nics": Axis(f"NIC ownership ({OWN_SYSTEM})", _option("nics")),
-    "compute_streams": Axis(f"compute streams ({OWN_SYSTEM})", _option("compute_streams")),
+    "replay": Axis("full recompute (paired baselines)", _replay, changes=_replays),
+    "merge": _own("merged copies", _merge),
+    "head": _own("output head", _option("head")),
+    "nics": _own("NIC ownership", _option("nics")),
+    "compute_streams": _own("compute streams", _option("compute_streams")),
 }

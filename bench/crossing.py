@@ -69,7 +69,7 @@ def crossings(
     brackets: list[Bracket] = []
     for model in config.study.models:
         for axis, _ in config.study.axes:
-            if AXES[axis].shared:
+            if AXES[axis].numeric:
                 for over in OVER:
                     crossing, inside = _look(config, standings, model.name, axis, over)
                     found.append(crossing)

@@ -1,8 +1,10 @@
-"""`depth=common`: the most layers of a model at which every shipped system fits, at every length from 4K to 32K.
+"""How deep a model may be so that everything compared fits, and where the answer is kept.
 
-Computed once per model, cluster and calibration, whatever systems and length are
-asked for, so that tables at a common depth can be held beside each other. Systems
-that cannot run on the cluster at all do not count.
+`depth=common` is the most layers of a model at which every shipped system fits, at
+every length from 4K to 32K: computed once per model, cluster and calibration,
+whatever systems and length are asked for, so that tables at a common depth can be
+held beside each other. `depth=fitting` is the most layers at which every point of
+one study fits. What cannot run at all, whatever its memory, does not count.
 """
 
 from __future__ import annotations
@@ -37,19 +39,39 @@ def common_depth(
     say: Callable[[str], None] | None = None,
 ) -> int:
     """The common depth in layers. Raises ValueError where not even two layers fit."""
-    question = canonical([model, cluster, calibration, ep, optimizer, source_digest(ROOT)])
-    kept = None if cache is None else cache / hashlib.sha256(question.encode()).hexdigest()[:24]
-    if kept is not None and kept.is_file():
-        return int(kept.read_text())
-    if say is not None:
-        say(f"depth=common: finding how many layers of {model.name} every system fits on {cluster.name}")
-    depth = model.layers
-    for name in SHIPPED:
-        depth = _deepest(get_system(name), model, cluster, calibration, ep, depth, optimizer)
-    if kept is not None:
+
+    def find() -> int:
+        if say is not None:
+            say(f"depth=common: finding how many layers of {model.name} every system fits on {cluster.name}")
+        depth = model.layers
+        for name in SHIPPED:
+            depth = _deepest(get_system(name), model, cluster, calibration, ep, depth, optimizer)
+        return depth
+
+    return remembered([model, cluster, calibration, ep, optimizer, source_digest(ROOT)], find, cache)
+
+
+def remembered(question: object, find: Callable[[], int], cache: Path | None = CACHE) -> int:
+    """The answer to a question, found once."""
+    if cache is None:
+        return find()
+    kept = cache / hashlib.sha256(canonical(question).encode()).hexdigest()[:24]
+    if not kept.is_file():
+        depth = find()
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(str(depth))
-    return depth
+    return int(kept.read_text())
+
+
+def deepest(fine: Callable[[int], bool], most: int) -> int:
+    """The largest number up to `most` for which `fine` holds, by bisection; 0 where there is none."""
+    if fine(most):
+        return most
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fine(middle) else (low, middle)
+    return low
 
 
 def _deepest(
@@ -71,18 +93,10 @@ def _deepest(
             )
         )
 
-    if everywhere(most):
-        return most
-    fine, too_many = 0, most
-    while too_many - fine > 1:
-        middle = (fine + too_many) // 2
-        if everywhere(middle):
-            fine = middle
-        else:
-            too_many = middle
-    if fine == 0:
+    depth = deepest(everywhere, most)
+    if depth == 0:
         raise ValueError(f"depth=common: not even one layer of {model.name} fits {cluster.name} with {system.name}")
-    return fine
+    return depth
 
 
 def _fits(

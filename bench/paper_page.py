@@ -15,25 +15,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bench.collect import write_text
-from bench.paper_entries import (
-    RATIO_STEP,
-    Entry,
-    Record,
-    entries,
-    runs_of_the_paper,
-    studies_of_the_paper,
-    times_of,
-)
+from bench.paper_entries import entries, runs_of_the_paper, studies_of_the_paper, times_of
 from bench.replay import KEPT
 from bench.report import paper
 from bench.report.columns import DASH
 from bench.report.facts import ORIGIN, Results
 from bench.report.grid import Grid, escaped, markdown_lines
+from bench.report.points import AXIS_TITLES, point_grid
 from bench.report.reasons import explanations, reasons_grid
-from bench.report.study import CLAIM_TITLES, seconds, times
 from bench.report.text import length
+from bench.verdicts import RATIO_STEP, Entry, Record
 
 PAGE, TABLE = "paper.md", "paper.csv"
+NICS = {"ratio": ", half of the NICs for each pool"}
 MARK = {"inside": "✓", "outside": "✗", "not comparable": ""}
 
 
@@ -50,7 +44,7 @@ def page(runs: Sequence[Results], studies: Sequence[Record]) -> str:
         "",
         f"{MARK['inside']} inside, {MARK['outside']} outside the published range (last printed digit included).",
     ]
-    for axis in CLAIM_TITLES:
+    for axis in AXIS_TITLES:
         lines += _study_section(axis, studies, found)
     lines += markdown_lines(reasons_grid(runs))
     lines += ["", "### Points outside the range of the speed-up over Megatron-1F1B, default batch", ""]
@@ -119,7 +113,7 @@ def _matrix(mine: Sequence[Entry], claim: paper.Claim) -> Grid:
     """Ours by model, calibration and batch over the lengths; claims of one length have one column."""
     judged = [entry for entry in mine if entry.verdict != "not comparable"]
     lengths = sorted({entry.seq for entry in judged})
-    lines: dict[tuple[str, str, int], dict[int, str]] = {}
+    lines: dict[tuple[str, str, float], dict[int, str]] = {}
     for entry in mine:
         if entry.seq in lengths and any((e.model, e.seq) == (entry.model, entry.seq) for e in judged):
             text = f"{paper.value_text(entry.ours, entry.unit)} {MARK[entry.verdict]}".strip()
@@ -143,9 +137,8 @@ def _study_section(axis: str, studies: Sequence[Record], found: Sequence[Entry])
     for record in studies:
         points = [point for point in record["points"] if point["axis"] == axis]
         if points:
-            title = f"{CLAIM_TITLES[axis]}, calibration {record['calibration']}"
-            headings, cells = _ratio_cells(points) if axis == "ratio" else _plain_cells(points)
-            lines += markdown_lines(Grid(title, headings, cells, frozenset({0, 2})))
+            title = f"{AXIS_TITLES[axis]}{NICS.get(axis, '')}, calibration {record['calibration']}"
+            lines += markdown_lines(point_grid(axis, points, title, brief=True))
     if axis == "ratio" and lines:
         lines += ["", escaped(_arithmetic(found))]
     return lines
@@ -159,48 +152,6 @@ def _arithmetic(found: Sequence[Entry]) -> str:
         per_gpu = [value * 32 / 26 for value in ours]
         said += f" Ours: {_span(min(ours), max(ours), 'x')} per step, {_span(min(per_gpu), max(per_gpu), 'x')} per GPU."
     return said
-
-
-def _ratio_cells(points: Sequence[Record]) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """Steps at fixed ratios, against 16:16 per step and per GPU of the two groups."""
-    base = {(p["model"], p["seq"]): p for p in points if p["setting"] == "16:16" and p["status"] == "ok"}
-    cells = []
-    for point in points:
-        gain = per_gpu = None
-        equal = base.get((point["model"], point["seq"]))
-        if equal is not None and point["status"] == "ok":
-            gain = float(equal["step_s"]) / float(point["step_s"])
-            per_gpu = gain * 32 / sum(int(part) for part in str(point["setting"]).split(":"))
-        cells.append(
-            (*_start(point), times(gain), times(per_gpu), times(point["speedup_over_reference"]), _reason(point))
-        )
-    headings = ("model", "seq", "A:F", "step [s]", "over 16:16", "per GPU of a group", "over megatron_1f1b", "")
-    return headings, tuple(cells)
-
-
-def _plain_cells(points: Sequence[Record]) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    headings = ("model", "seq", "setting", "step [s]", "over megatron_1f1b", "EP", "memory [GiB]", "")
-    cells = [
-        (
-            *_start(point),
-            times(point["speedup_over_reference"]),
-            str((point["plan"] or {}).get("ep", DASH)),
-            DASH if point["needed_gib"] is None else f"{point['needed_gib']:.1f}",
-            _reason(point),
-        )
-        for point in points
-    ]
-    return headings, tuple(cells)
-
-
-def _start(point: Record) -> tuple[str, str, str, str]:
-    ran = point["status"] == "ok"
-    step = seconds(point["step_s"]) if ran else str(point["status"]).replace("_", " ")
-    return str(point["model"]), length(int(point["seq"])), str(point["setting"]), step
-
-
-def _reason(point: Record) -> str:
-    return "" if point["status"] == "ok" else str(point["reason"])
 
 
 def _not_comparable(found: Sequence[Entry]) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 Decides what is compared at every point: the step of `disagmoe` with that of the
 reference and with that of the fastest baseline there, all tuned anew for the
-point. Settings that concern `disagmoe` alone leave the baselines where they were.
+point. A setting leaves the systems that it does not touch where they were.
 Where it stops winning on a numeric axis is found by `crossing.py`.
 """
 
@@ -118,9 +118,7 @@ def configuration(config: RunConfig, place: Place) -> RunConfig:
 def tasks_at(config: RunConfig, place: Place, known: Mapping[str, Known | None] | None = None) -> list[Task]:
     """What must run at a place; `known` names the systems and their candidates (None: a full search)."""
     if known is None:
-        everyone = competitors(config)
-        shared = not place.axis or AXES[place.axis].shared
-        known = dict.fromkeys(everyone if shared else (OWN_SYSTEM,))
+        known = dict.fromkeys(n for n in competitors(config) if not place.axis or AXES[place.axis].changes(n))
     there = configuration(config, place)
     return [asked(f"{place} {name}", there, name, candidates) for name, candidates in known.items()]
 

@@ -2,7 +2,8 @@
 
 A study is a run that evaluates many points around one configuration and writes
 one directory. This module decides which kinds there are and which axes and
-settings each takes; `sensitivity.py` and `claims.py` answer them.
+settings each takes; `sensitivity.py` answers the first, `claims.py` all others,
+which share their axes: a kind of one group of axes is that part of `claims` alone.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from baselines.colocated import REPLAYS
 from disagmoe.cost.calibration import MERGES
 from disagmoe.plan.af_ring import HEADS
 from disagmoe.specs import ModelSpec, load_model
@@ -20,6 +22,9 @@ from disagmoe.systems.pools import NIC_RULES
 Setting = float | int | str
 
 SENSITIVITY, CLAIMS = "sensitivity", "claims"
+RATIO_SWEEP, VIRTUAL_STAGES, TOPK_EP, MICROBATCHES = "ratio_sweep", "virtual_stages", "topk_ep", "microbatches"
+FREE = "free"
+"""NICs as the tuner likes, beside the rules."""
 
 
 @dataclass(frozen=True)
@@ -66,26 +71,34 @@ def _ratio(value: object) -> Setting | None:
     return str(value) if fine else None
 
 
-AXES: Mapping[str, Mapping[str, tuple[Callable[[object], Setting | None], str]]] = {
+Reading = tuple[Callable[[object], Setting | None], str]
+_COUNTS, _LENGTHS = (_count, "positive integers"), (_count, "sequence lengths")
+_FACTORS = (_number(0.0, open_end=True), "factors above 0")
+_RATIO: Mapping[str, Reading] = {
+    "ratio": (_ratio, "texts like 16:10"),
+    "ratio_nics": (_choice((*NIC_RULES, FREE)), f"any of {', '.join((*NIC_RULES, FREE))}"),
+    "ratio_seq": _LENGTHS,
+}
+_TOP_K: Mapping[str, Reading] = {"top_k": _COUNTS, "top_k_seq": _LENGTHS, "ep": _COUNTS}
+_DEPTH: Mapping[str, Reading] = {"depth": _COUNTS, "depth_seq": _LENGTHS}
+
+AXES: Mapping[str, Mapping[str, Reading]] = {
     SENSITIVITY: {
         "contention_scale": (_number(0.0), "numbers of at least 0"),
-        "nic": (_number(0.0, open_end=True), "factors above 0"),
+        "nic": _FACTORS,
         "skew": (_number(1.0), "numbers of at least 1"),
-        "batch": (_number(0.0, open_end=True), "factors above 0"),
+        "batch": _FACTORS,
+        "replay": (_choice(tuple(REPLAYS)), f"any of {', '.join(REPLAYS)}"),
         "merge": (_choice(MERGES), f"any of {', '.join(MERGES)}"),
         "head": (_choice(HEADS), f"any of {', '.join(HEADS)}"),
         "nics": (_choice(NIC_RULES), f"any of {', '.join(NIC_RULES)}"),
         "compute_streams": (_choice(STREAMS), f"any of {', '.join(map(str, STREAMS))}"),
     },
-    CLAIMS: {
-        "ratio": (_ratio, "texts like 16:10"),
-        "ratio_seq": (_count, "sequence lengths"),
-        "top_k": (_count, "positive integers"),
-        "top_k_seq": (_count, "sequence lengths"),
-        "ep": (_count, "positive integers"),
-        "depth": (_count, "positive integers"),
-        "depth_seq": (_count, "sequence lengths"),
-    },
+    CLAIMS: {**_RATIO, **_TOP_K, **_DEPTH},
+    RATIO_SWEEP: _RATIO,
+    VIRTUAL_STAGES: _DEPTH,
+    TOPK_EP: _TOP_K,
+    MICROBATCHES: {"batch": _FACTORS, "batch_seq": _LENGTHS},
 }
 """The axes of every kind: how a setting is read, and what is allowed."""
 

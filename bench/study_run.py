@@ -8,6 +8,7 @@ tables and pictures beside it are made from it alone.
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from bench.publish import publish
 from bench.results import STUDY_FILE, InvalidResults, Results, run_block
 from bench.run import Call, Outcome, Work, once, write_settings
 from bench.study import SENSITIVITY
+from bench.verdicts import study_entries
 
 SCHEMA_NAME = "disagmoe.study/1"
 SCHEMA_FILE = Path(__file__).resolve().parent / "schema" / "study.schema.json"
@@ -71,6 +73,7 @@ def _make(config: RunConfig, identity: Identity, call: Call, target: Path) -> Re
         record = {**_header(config, identity, call), **found}
         record["notes"] += found.get("remarks", [])
         record.pop("remarks", None)
+        record["paper"] = [asdict(entry) for entry in study_entries(record)]
         text = json.dumps(record, sort_keys=True, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
         _validate(record)
 

@@ -70,10 +70,11 @@ def _setting(results: Results, model: str | None = None, seq: int | None = None)
     if length not in ((seq,) if seq is not None else SEQUENCES):
         wanted = f"{seq:,}" if seq is not None else ", ".join(f"{s:,}" for s in SEQUENCES)
         raise NotComparableError(f"stated for sequence length {wanted}; this run has {length:,}")
-    _hardware(results)
+    check_hardware(results)
 
 
-def _hardware(results: Results) -> None:
+def check_hardware(results: Results) -> None:
+    """Raises NotComparableError where a run is not on 128 H800, with all layers, even routing and no stragglers."""
     cluster, depth = results["cluster"], results["depth"]
     groups = cluster.get("groups") or ()
     gpus = sum(int(group["count"]) * int(group["gpus"]) for group in groups)
@@ -86,6 +87,11 @@ def _hardware(results: Results) -> None:
         raise NotComparableError(f"the paper trains all layers; this run has {depth['used']} of {depth['of']}")
     if (finite(results["workload"].get("skew")) or 1.0) != 1.0 or results["workload"].get("stragglers"):
         raise NotComparableError("the paper has neither routing skew nor stragglers")
+
+
+def on_its_device(cluster: Mapping[str, Any]) -> bool:
+    """Whether a cluster has the paper's kind of GPU."""
+    return DEVICE in str(cluster.get("device") or cluster["name"]).lower()
 
 
 def _row(results: Results, system: str) -> Row:
@@ -145,7 +151,7 @@ def _top_k(results: Results) -> float:
         ours = f"{model.get('experts')} with top-k {model.get('top_k')}"
         raise NotComparableError(f"stated for 64 experts with top-k {wanted}; this run has {ours}")
     _paper_model(results, ignore=("top_k",))
-    _hardware(results)
+    check_hardware(results)
     return _step(results, "megatron_1f1b") / _step(results, "disagmoe")
 
 
@@ -198,6 +204,13 @@ CLAIMS = (
     Claim("A:F 16:10 over 16:16 at 16K, NICs 16:16", 1.29, 1.29, "x", _never(RATIO_ARITHMETIC)),
     Claim("virtual stages: throughput grows up to", 16.0, 16.0, "stages", _never("needs a sweep over virtual stages")),
 )
+
+FALL = Claim(
+    *("A:F 16:8 and 8:16 over Megatron-1F1B, NICs 16:16", 1.0, 1.0, "x", _never("needs runs with the split fixed")),
+    *('"about 1×", read as within 0.1; length not stated', 0.1),
+)
+ABOVE = Claim("virtual stages above 16: out of memory", 1.0, 1.0, "%", _never("needs a sweep over virtual stages"))
+"""Stated beside others of CLAIMS; only studies with points of their own are held against them."""
 
 
 def compare(results: Results) -> list[dict[str, Any]]:

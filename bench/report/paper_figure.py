@@ -31,7 +31,7 @@ class Point(Protocol):
     model: str
     seq: int
     calibration: str
-    times: int
+    times: float
     ours: float | None
 
 
@@ -79,7 +79,7 @@ def _panel(
     claim: paper.Claim,
     mine: Sequence[Point],
     lengths: Sequence[int],
-    series: Sequence[tuple[str, str, int]],
+    series: Sequence[tuple[str, str, float]],
     models: Sequence[str],
     calibrations: Sequence[str],
 ) -> None:
@@ -112,7 +112,7 @@ def _panel(
     axes.set_ylabel("speed-up")
 
 
-def _handles(models: Sequence[str], calibrations: Sequence[str], times: Sequence[int]) -> list[Line2D]:
+def _handles(models: Sequence[str], calibrations: Sequence[str], times: Sequence[float]) -> list[Line2D]:
     colours = [
         Line2D([], [], linestyle="", marker="s", color=COLOURS[i % len(COLOURS)], label=model)
         for i, model in enumerate(models)

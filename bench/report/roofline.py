@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
 from bench.advice import Advice, Roofline
 from bench.region import Map, Region
+from bench.report.heat import draw_cells, gain_norm
 from bench.report.style import INK, MUTED, axes_at, canvas, drawing, footer, headline
 from bench.report.text import length
 
 ATTENTION, EXPERTS = "#2F6DB5", "#D55E00"
-LOSS, DRAW, WIN = "#B2182B", "#F7F7F7", "#2166AC"
 
 
 def roofline_figure(advice: Advice, roofline: Roofline) -> Figure:
@@ -146,42 +146,30 @@ def region_figure(region: Region) -> Figure:
     with drawing():
         total_w = 1.1 + across * width + (across - 1) * 1.2 + 1.5
         figure = canvas(max(7.2, total_w), 1.25 + down * height + (down - 1) * 0.95 + 1.15)
-        norm = _norm(region)
-        colours = LinearSegmentedColormap.from_list("gain", [LOSS, "#F4A582", DRAW, "#92C5DE", WIN])
+        norm = gain_norm(gain for part in region.maps for line in part.gains for gain in line)
         for index, part in enumerate(region.maps):
             line, column = divmod(index, across)
             bottom = figure.get_figheight() - 1.2 - (line + 1) * height - line * 0.95
             axes = axes_at(figure, 1.1 + column * (width + 1.2), bottom, width, height)
-            _heat(axes, part, colours, norm, region)
+            _heat(axes, part, norm, region)
         headline(figure, "Where disaggregation pays", region.subtitle, top_in=0.28)
         footer(figure, region.footer)
         return figure
 
 
-def _norm(region: Region) -> TwoSlopeNorm:
-    gains = [gain for part in region.maps for line in part.gains for gain in line if gain is not None]
-    reach = max([0.05, *(abs(gain - 1.0) for gain in gains)])
-    return TwoSlopeNorm(1.0, 1.0 - reach, 1.0 + reach)
-
-
-def _heat(axes: Axes, part: Map, colours: LinearSegmentedColormap, norm: TwoSlopeNorm, region: Region) -> None:
+def _heat(axes: Axes, part: Map, norm: TwoSlopeNorm, region: Region) -> None:
+    texts = [
+        [part.reasons[y][x] if gain is None else f"{gain:.2f}×" for x, gain in enumerate(line)]
+        for y, line in enumerate(part.gains)
+    ]
+    draw_cells(axes, part.gains, texts, norm)
     grid = np.array([[np.nan if g is None else g for g in line] for line in part.gains], dtype=np.float64)
-    axes.imshow(grid, cmap=colours, norm=norm, aspect="auto", origin="lower", interpolation="nearest")
-    for y, line in enumerate(part.gains):
-        for x, gain in enumerate(line):
-            text, dark = (part.reasons[y][x], False) if gain is None else (f"{gain:.2f}×", abs(norm(gain) - 0.5) > 0.33)
-            axes.annotate(
-                text, (x, y), ha="center", va="center", fontsize=8.5, color="white" if dark else INK, zorder=5
-            )
     _break_even(axes, grid)
     axes.set_xticks(range(len(part.x_values)), [_tick(region.x_name, v) for v in part.x_values])
     axes.set_yticks(range(len(part.y_values)), [_tick(region.y_name, v) for v in part.y_values])
-    axes.tick_params(length=0)
     axes.set_xlabel(region.x_label)
     axes.set_ylabel(region.y_label)
     axes.set_title(part.title, loc="left", fontsize=9)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_visible(False)
 
 
 def _break_even(axes: Axes, grid: np.ndarray) -> None:

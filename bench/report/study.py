@@ -1,6 +1,7 @@
-"""Decides how a study is told: sensitivity.md, .csv and crossings.csv with the tornado chart, or claims.md and .csv.
+"""Decides how a study is told: <kind>.md and .csv with its pictures, and crossings.csv or verdicts.csv beside them.
 
 Everything comes from the record; every title says that the numbers are simulated.
+The tables of single claims are `points.py`'s.
 """
 
 from __future__ import annotations
@@ -13,23 +14,30 @@ from typing import Any
 from rich.console import Console
 
 from bench.axes import AXES
+from bench.report import points
 from bench.report.columns import DASH
-from bench.report.facts import ORIGIN, REFERENCE, cluster_text, finite, settings_text
+from bench.report.facts import ORIGIN, REFERENCE, cluster_text, settings_text
 from bench.report.grid import Grid, escaped, markdown_lines, rich_table
+from bench.report.text import plan_line, seconds, times
 
 Record = Mapping[str, Any]
 
 CROSSINGS = "crossings.csv"
-TITLES = {"sensitivity": "Sensitivity of DisagMoE's gain", "claims": "Runs for single claims of the DisagMoE paper"}
-CLAIM_TITLES = {
-    "ratio": "A:F GPU ratio, half of the NICs for each pool",
-    "top_k": "top-k and expert-parallel size",
-    "depth": "depth p of the ring, and virtual stages v = layers / p",
+VERDICTS = "verdicts.csv"
+TITLES = {
+    "sensitivity": "Sensitivity of DisagMoE's gain",
+    "claims": "Runs for single claims of the DisagMoE paper",
+    "ratio_sweep": "A:F GPU ratio by sequence length",
+    "virtual_stages": "Throughput by virtual stages",
+    "topk_ep": "Speed-up by top-k and expert-parallel size",
+    "microbatches": "Speed-up by number of micro-batches",
 }
 READ = (
     "One thing is changed at a time. Speed-ups are step times of the other system ÷ DisagMoE's, above 1 where DisagMoE"
     " is faster.",
-    "Settings marked (disagmoe) change that system alone; the others stay as at the base.",
+    "Settings marked (disagmoe) change that system alone; full recompute is varied for the baselines that overlap a"
+    " forward with a backward (hidden: no combine is repeated, so that a repeat overlaps too). Others stay as at"
+    " the base.",
     "Where disagmoe does not fit with the expert-parallel size asked for, it takes the smallest that fits (column EP).",
 )
 
@@ -54,14 +62,23 @@ def write(directory: Path, record: Record) -> list[Path]:
     kind = str(record["kind"])
     paths = [directory / f"{kind}.md", directory / f"{kind}.csv"]
     paths[0].write_text(markdown(record), encoding="utf-8", newline="\n")
-    _write_csv(paths[1], record["points"])
+    _write_csv(paths[1], [flat(point) for point in record["points"]])
     if kind == "sensitivity":
         from bench.report.tornado import write_tornado
 
         paths.append(directory / CROSSINGS)
         _write_csv(paths[-1], record["crossings"])
-        paths += write_tornado(record, directory)
-    return paths
+        return paths + write_tornado(record, directory)
+    from bench.report.point_figures import write_figures
+
+    paths.append(directory / VERDICTS)
+    _write_csv(paths[-1], record["paper"])
+    return paths + write_figures(record, directory)
+
+
+def flat(point: Mapping[str, Any]) -> dict[str, Any]:
+    """A point with what it was set to as columns of its own."""
+    return {key: value for key, value in point.items() if key != "at"} | dict(point.get("at") or {})
 
 
 def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -76,30 +93,29 @@ def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _cell(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return plan_text(value)
+        return plan_line(value)
     if isinstance(value, list | tuple):
         return " ".join(map(str, value))
     return "" if value is None else value
 
 
-def plan_text(plan: Mapping[str, Any] | None) -> str:
-    """A plan on one line, in the planner's own order."""
-    return ", ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in (plan or {}).items())
-
-
 def header(record: Record) -> list[tuple[str, str]]:
     """Labelled lines above the tables."""
-    workload = record["workload"]
+    workload, kind = record["workload"], str(record["kind"])
+    base = f"{workload['global_batch']:,} sequences per step, {record['view']} view"
+    lengths = sorted({int(point["seq"]) for point in record["points"] if "seq" in point}) or [int(workload["seq"])]
     titles = ", ".join(f"{m['title']} ({m['name']}, {m['layers']} of {m['of']} layers)" for m in record["models"])
     origin = ORIGIN[str(record["backend"])]
     lines = [
         ("numbers", f"{origin} on {record['cluster']['name']} (calibration {record['calibration']})"),
         ("models", titles),
         ("cluster", cluster_text(record["cluster"])),
-        ("base", f"seq {workload['seq']:,}, {workload['global_batch']:,} sequences per step, {record['view']} view"),
+        ("base", f"seq {workload['seq']:,}, {base}")
+        if kind == "sensitivity"
+        else ("points", f"seq {', '.join(f'{seq:,}' for seq in lengths)}, {record['view']} view"),
         ("run", str(record["run"]["id"])),
     ]
-    if record["kind"] == "sensitivity":
+    if kind == "sensitivity":
         lines.append(("compared", ", ".join(record["systems"])))
     if settings_text(record):
         lines.append(("settings", settings_text(record)))
@@ -113,6 +129,8 @@ def markdown(record: Record) -> str:
     lines += [f"- **{name}**: {escaped(text)}" for name, text in header(record)]
     if record["kind"] == "sensitivity":
         lines += ["", *(escaped(text) for text in (*READ, *_effort(record))), "", "![tornado chart](tornado.png)"]
+    else:
+        lines += ["", *(escaped(text) for text in points.READ), *points.picture_lines(record)]
     for grid in grids(record):
         lines += markdown_lines(grid)
     return "\n".join(lines) + "\n"
@@ -124,23 +142,19 @@ def print_study(record: Record) -> None:
     console = console if console.is_terminal else Console(highlight=False, width=160, color_system=None)
     for name, text in header(record):
         console.print(f"{name:<9} {text}", markup=False)
-    for grid in grids(record):
+    for grid in grids(record, brief=True):
         console.print()
         console.print(rich_table(grid))
 
 
-def grids(record: Record) -> Iterator[Grid]:
-    """The tables of a study, in order."""
+def grids(record: Record, *, brief: bool = False) -> Iterator[Grid]:
+    """The tables of a study, in order; `brief` ones fit a terminal."""
     if record["kind"] == "sensitivity":
         yield crossing_grid(record)
         for model in record["models"]:
             yield _points_grid(record, str(model["name"]), str(model["title"]))
         return
-    for axis in dict.fromkeys(str(point["axis"]) for point in record["points"]):
-        yield _claim_grid(axis, [point for point in record["points"] if point["axis"] == axis])
-
-
-# ---- sensitivity ----------------------------------------------------------------------------------------------------
+    yield from points.grids(record, brief=brief)
 
 
 def crossing_grid(record: Record) -> Grid:
@@ -208,41 +222,5 @@ def _point_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         seconds(row["exposed_s"]),
         seconds(row["bubble_s"]),
         str(row["microbatches"] or DASH),
-        plan_text(row["plan"]) or str(row["reason"]),
+        plan_line(row["plan"]) or str(row["reason"]),
     )
-
-
-# ---- claims ---------------------------------------------------------------------------------------------------------
-
-
-def _claim_grid(axis: str, rows: Sequence[Mapping[str, Any]]) -> Grid:
-    headings = (
-        *("model", "seq", "setting", "step [s]", f"over {REFERENCE}", "exposed [s]", "bubble [s]", "GPUs used"),
-        *("memory [GiB]", "plan of disagmoe"),
-    )
-    cells = [
-        (
-            str(row["model"]),
-            f"{row['seq']:,}",
-            str(row["setting"]),
-            seconds(row["step_s"]) if row["status"] == "ok" else str(row["status"]).replace("_", " "),
-            times(row["speedup_over_reference"]),
-            seconds(row["exposed_s"]),
-            seconds(row["bubble_s"]),
-            str(row["gpus_used"] or DASH),
-            DASH if row["needed_gib"] is None else f"{row['needed_gib']:.1f}",
-            plan_text(row["plan"]) or str(row["reason"]),
-        )
-        for row in rows
-    ]
-    return Grid(CLAIM_TITLES[axis], headings, tuple(cells), frozenset({0, 2, 9}))
-
-
-def seconds(value: Any) -> str:
-    number = finite(value)
-    return DASH if number is None else f"{number:,.4g}"
-
-
-def times(value: Any) -> str:
-    number = finite(value)
-    return DASH if number is None else f"{number:.3f}×"

@@ -9,23 +9,12 @@ from typing import Any
 
 import pytest
 
-from bench.paper_entries import (
-    BEST_RATIO,
-    FALL,
-    RATIO_GAIN,
-    RATIO_STEP,
-    STAGES,
-    TOP_K,
-    Entry,
-    entries,
-    runs_of_the_paper,
-    studies_of_the_paper,
-    study_entries,
-)
+from bench.paper_entries import entries, runs_of_the_paper, studies_of_the_paper
 from bench.paper_page import main, page, summary_grid, write_page
 from bench.report import paper
 from bench.report.reasons import explanations, lost, shares
 from bench.results import validate
+from bench.verdicts import ABOVE, BEST_RATIO, FALL, RATIO_GAIN, RATIO_STEP, STAGES, TOP_K, Entry, study_entries
 from disagmoe.specs import load_model
 from tests.bench.report.sample import sample
 from tests.bench.test_sensitivity import row
@@ -57,6 +46,19 @@ def stored(results_dir: Path, *runs: Any) -> None:
         (directory / "results.json").write_text(json.dumps(results))
 
 
+def placed(axis: str, setting: str) -> dict[str, Any]:
+    """What a setting says in plain values."""
+    if axis == "batch":
+        return {"batch": float(setting.rstrip("×"))}
+    if axis == "ratio":
+        return {"ratio": setting, "nics": "halves"}
+    numbers = [
+        int(word) for word in setting.replace("=", " ").replace("-", " ").replace(",", "").split() if word.isdigit()
+    ]
+    names = {"top_k": ("top_k", "ep"), "depth": ("p", "v")}[axis]
+    return dict(zip(names, numbers, strict=True))
+
+
 def point(
     axis: str, setting: str, step: float | None, seq: int = 4096, reference: float = 3.0, **more: Any
 ) -> dict[str, Any]:
@@ -65,6 +67,7 @@ def point(
         "model": "deepseek_moe",
         "axis": axis,
         "setting": setting,
+        "at": placed(axis, setting),
         "seq": seq,
         "status": "ok" if ran else "oom",
         "reason": "" if ran else "needs 90.0 GiB",
@@ -100,6 +103,7 @@ def study(*points: dict[str, Any], calibration: str = "h800", created: str = "20
         "notes": [],
         "points": list(points),
         "crossings": [],
+        "paper": [],
     }
 
 
@@ -171,13 +175,40 @@ def test_virtual_stages_at_the_papers_expert_parallel_size() -> None:
         point("depth", "p=2, v=14", 2.0, 8192),
         point("depth", "p=3, v=10", 1.0, 8192, plan={"ep": 8}),
     ]
-    (entry,) = study_entries(study(*points))
+    entry, above = study_entries(study(*points))
     assert (entry.claim, entry.ours, entry.setting, entry.verdict) == (STAGES, 14.0, "v=14", "inside")
+    # v = 28 is out of memory, as the paper says of what is above 16
+    assert (above.claim, above.ours, above.setting, above.verdict) == (ABOVE, 1.0, "v>16", "inside")
     points[2]["plan"] = {"ep": 16}
-    (entry,) = study_entries(study(*points))
+    entry, _ = study_entries(study(*points))
     assert (entry.ours, entry.verdict) == (10.0, "outside")
+    _, above = study_entries(study(point("depth", "p=1, v=28", 3.0, 8192), points[1]))
+    assert (above.ours, above.verdict) == (0.0, "outside")
     (entry,) = study_entries(study(points[0]))
     assert (entry.ours, entry.verdict) == (None, "not comparable")
+
+
+def test_outside_the_papers_setting_nothing_is_judged() -> None:
+    """Top-k and stages are stated for 128 H800; the ratio for two groups of GPUs, so any number of H800 will do."""
+    points = (point("top_k", "top-2, EP 8", 2.0), point("depth", "p=2, v=14", 2.0), point("ratio", "8:16", 2.9, 8192))
+    nodes = {"name": "h800_32", "device": "H800", "groups": [{"count": 4, "gpus": 8, "nics": 8, "nic_gbit": 400.0}]}
+    few = list(study_entries(study(*points) | {"cluster": nodes}))
+    assert [entry.verdict for entry in few] == ["not comparable", "not comparable", "inside"]
+    assert "128 H800; this run has 32 H800" in few[0].note
+    assert "28 of 28 layers on 32 GPUs" in few[-1].note
+    other = list(study_entries(study(*points) | {"cluster": nodes | {"device": "H100"}}))
+    assert {entry.verdict for entry in other} == {"not comparable"}
+
+
+def test_batches_are_held_against_the_headline_claim() -> None:
+    found = list(study_entries(study(point("batch", "4×", 2.0, 8192, 3.4, at={"batch": 4.0}))))
+    assert [(e.claim, e.ours, e.times, e.verdict) for e in found] == [(OVER_MEGATRON, 1.7, 4.0, "inside")]
+    assert "batch of the published range is not known" in found[0].note
+
+
+def test_free_nics_are_held_against_no_claim() -> None:
+    free = point("ratio", "16:10", 1.0, 16384, at={"ratio": "16:10", "nics": "free"})
+    assert list(study_entries(study(free))) == []
 
 
 def test_studies_of_each_calibration_the_newest(tmp_path: Path) -> None:

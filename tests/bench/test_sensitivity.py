@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baselines.registry import REFERENCE
+from baselines.registry import REFERENCE, system_names
 from bench import crossing, points, sensitivity
 from bench.axes import AXES, sequences
 from bench.config import RunConfig
@@ -19,6 +19,7 @@ from bench.study import AXES as KINDS
 from tests.bench.helpers import config
 
 OWN = "disagmoe"
+PAIRED = ["megatron_1f1b_overlap", "dualpipe", "dualpipe_v"]
 STEPS: Mapping[str, float] = {REFERENCE: 2.0, "tutel": 1.5, OWN: 1.0}
 
 
@@ -61,8 +62,8 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Task]]:
 
 def test_every_axis_changes_what_it_says_and_nothing_else() -> None:
     base = config(transport="native")
-    settings: dict[str, Any] = {"contention_scale": 2.0, "nic": 0.5, "skew": 1.5, "batch": 8.0, "merge": "rank"}
-    settings |= {"head": "next_a", "nics": "own", "compute_streams": 1}
+    settings: dict[str, Any] = {"contention_scale": 2.0, "nic": 0.5, "skew": 1.5, "batch": 8.0}
+    settings |= {"replay": "hidden", "merge": "rank", "head": "next_a", "nics": "own", "compute_streams": 1}
     assert list(AXES) == list(settings) == list(KINDS["sensitivity"])
     changed = {axis: AXES[axis].apply(base, setting) for axis, setting in settings.items()}
     assert changed["contention_scale"] == replace(base, contention_scale=2.0)
@@ -72,7 +73,10 @@ def test_every_axis_changes_what_it_says_and_nothing_else() -> None:
     assert changed["merge"] == replace(base, merge="rank")
     for axis in ("head", "nics", "compute_streams"):
         assert changed[axis].system_options == {OWN: {axis: settings[axis]}}
-        assert not AXES[axis].shared
+        assert [name for name in system_names() if AXES[axis].changes(name)] == [OWN]
+    assert changed["replay"].system_options == {name: {"replay": "hidden"} for name in PAIRED}
+    assert [name for name in system_names() if AXES["replay"].changes(name)] == PAIRED
+    assert all(AXES["skew"].changes(name) for name in system_names())
     assert sequences(replace(base, workload=replace(base.workload, global_batch=1024)), 0.4) == 384
 
 
@@ -86,7 +90,7 @@ def test_places_start_at_the_base_and_do_not_repeat_it() -> None:
     ]
 
 
-def test_only_shared_axes_ask_the_baselines_again(answered: Callable[..., list[Task]]) -> None:
+def test_an_axis_asks_only_the_systems_that_it_changes(answered: Callable[..., list[Task]]) -> None:
     seen = answered(lambda task: STEPS[task.system])
     standings = measure(study({"skew": [2], "merge": ["none"]}), print)
     asked = [(task.name.split()[1], task.system) for task in seen]

@@ -29,7 +29,10 @@ def test_models_beside_the_chosen_one() -> None:
     assert [model.name for model in study().models] == ["tiny"]
 
 
-@pytest.mark.parametrize("name", ["sensitivity", "paper_claims"])
+SHIPPED = ["sensitivity", "paper_claims", "ratio_sweep", "virtual_stages", "topk_ep", "microbatches"]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_studies_are_valid(name: str) -> None:
     mapping = yaml.safe_load((CONF / "experiment" / f"{name}.yaml").read_text(encoding="utf-8"))
     made = study_from_mapping(mapping["study"], load_model("qwen3"))
@@ -40,7 +43,7 @@ def test_shipped_studies_are_valid(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kind": "guess"}, "study.kind=guess: allowed: sensitivity, claims"),
+        ({"kind": "guess"}, "study.kind=guess: allowed: sensitivity, claims, ratio_sweep"),
         ({"more": 1}, "more"),
         ({"axes": {"colour": [1]}}, "study.axes.colour: axes of sensitivity: contention_scale, nic"),
         ({"axes": {"skew": [0.5]}}, "study.axes.skew=[0.5]: allowed: a list of different numbers of at least 1"),
@@ -52,6 +55,9 @@ def test_shipped_studies_are_valid(name: str) -> None:
         ({"axes": {"compute_streams": [3]}}, "any of 2, 1"),
         ({"kind": "claims", "axes": {"ratio": ["16-10"]}}, "texts like 16:10"),
         ({"kind": "claims", "axes": {"top_k": [0]}}, "positive integers"),
+        ({"kind": "topk_ep", "axes": {"depth": [1]}}, "axes of topk_ep: top_k, top_k_seq, ep"),
+        ({"kind": "ratio_sweep", "axes": {"ratio_nics": ["mine"]}}, "any of halves, own, shared_nodes, free"),
+        ({"axes": {"replay": ["never"]}}, "any of exposed, hidden"),
         ({"also": ["nobody"]}, "nobody"),
     ],
 )
