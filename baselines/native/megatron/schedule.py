@@ -146,8 +146,9 @@ class MegatronRunner:
         """Megatron's optimizer step; the norm before clipping."""
         if self._optimizer is None or self.recipe is None:
             return None
-        for group in self._optimizer.param_groups:
+        for group in self._optimizer.param_groups:  # both are set by Megatron's scheduler in its own training loop
             group["lr"] = self.recipe.lr_at(self.steps)
+            group["weight_decay"] = self.recipe.weight_decay * group["wd_mult"]
         self.steps += 1
         _, norm, _ = self._optimizer.step()
         return None if norm is None else float(norm)
