@@ -37,7 +37,7 @@ def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
     ],
 )
 def test_what_is_an_error(times: list[list[float]], warm_up: int, words: str) -> None:
-    with pytest.raises(ValueError, match="step|warm_up|rank") as error:
+    with pytest.raises(ValueError, match=r"step|warm_up|rank") as error:
         step_times(times, warm_up)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
