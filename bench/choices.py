@@ -73,3 +73,14 @@ def read_calibration(
             "change a copy of its file and use calibration=<path>"
         )
     return name, read.shipped("calibration").get(name, Path(name))
+
+
+def other_device(calibration: str, cluster: ClusterSpec) -> str | None:
+    """A line where a calibration was made for another device than the cluster has, else None."""
+    measured = load_calibration(calibration).device
+    if measured == cluster.device:
+        return None
+    name = Path(calibration).stem
+    return (
+        f"calibration {name} is of {measured}, cluster {cluster.name} has {cluster.device}: rates are an extrapolation"
+    )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from baselines.registry import REFERENCE, get_system, system_class, system_names
-from bench.choices import read_calibration, read_cluster, read_model
+from bench.choices import other_device, read_calibration, read_cluster, read_model
 from bench.selection import WHOLE, Selection, read_selection
 from bench.study import Study, study_from_mapping
 from disagmoe.allocator.tuner import DEFAULT_BUDGET
@@ -135,7 +135,7 @@ def resolve(values: Options, choices: Mapping[str, str | None], *, sweep: bool =
         study = replace(study, models=(model, *others))
     files = [model_file, cluster_file, calibration_file]
     files += [read.shipped("model").get(other.name) for other in study.models[1:]] if study else []
-    warning = context_warning(model, workload.seq)
+    warnings = (context_warning(model, workload.seq), other_device(calibration, cluster))
     resolved = RunConfig(
         model=model,
         full_layers=full_layers,
@@ -164,7 +164,7 @@ def resolve(values: Options, choices: Mapping[str, str | None], *, sweep: bool =
         force=read.as_bool(values["force"], "force"),
         debug=read.as_bool(values["debug"], "debug"),
         results_dir=Path(read.as_str(values["results_dir"], "results_dir")),
-        warnings=(warning,) if warning else (),
+        warnings=tuple(warning for warning in warnings if warning),
     )
     return _cut_to_fit(resolved) if depth == "fitting" else resolved
 

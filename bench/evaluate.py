@@ -18,6 +18,7 @@ import numpy as np
 from baselines.registry import REFERENCE, get_system
 from bench import plan_cache
 from bench.backends import Executed, backend_of
+from bench.choices import other_device
 from bench.comparison import compare
 from bench.config import RunConfig
 from bench.replay import KEPT, from_default_batch, replayed
@@ -192,7 +193,7 @@ def _run(
         row.update(_measures(problem, tuned.plan, pricing, timeline), peak_memory_gib=memory.peak_gib)
         return row, Outcome(tuned.plan.layout, timeline, tuned, memory)
     except Exception as error:  # one broken system must not take the others' rows with it
-        if _interrupted(error):
+        if interrupted(error):
             raise KeyboardInterrupt from error
         if config.debug:
             raise
@@ -200,7 +201,7 @@ def _run(
         return row, Outcome(None, None)
 
 
-def _interrupted(error: BaseException | None) -> bool:
+def interrupted(error: BaseException | None) -> bool:
     """Whether Ctrl-C is behind an error: inside compiled code Python wraps it in a SystemError."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -311,5 +312,7 @@ def _notes(config: RunConfig) -> list[str]:
     if config.plans_from is not None:
         batch = default_global_batch(config.workload.seq)
         notes.append(f"plans: the best {KEPT} of every system at {batch:,} sequences, simulated again at this batch")
+    if (strange := other_device(config.calibration, config.cluster)) is not None:
+        notes.append(strange)
     notes.extend(f"{config.model.name}: {text}" for text in config.model.assumptions)
     return notes

@@ -15,6 +15,7 @@ from typing import Any
 import jsonschema
 
 from bench import claims, crossing, sensitivity
+from bench.choices import other_device
 from bench.config import RunConfig
 from bench.deviations import deviations
 from bench.identity import Identity, plain
@@ -123,7 +124,8 @@ def _header(config: RunConfig, identity: Identity, call: Call) -> dict[str, Any]
         "view": config.views[0],
         "systems": config.systems,
         "settings": deviations(config),
-        "notes": [f"{model.name}: {text}" for model in config.study.models for text in model.assumptions],
+        "notes": [line for line in [other_device(config.calibration, config.cluster)] if line]
+        + [f"{model.name}: {text}" for model in config.study.models for text in model.assumptions],
         "crossings": [],
     }
     return {key: plain(value) for key, value in values.items()}

@@ -184,3 +184,18 @@ def test_a_preset_of_a_system_stands_under_the_command_line(tmp_path: Path, monk
     monkeypatch.setattr(read, "shipped", lambda name: {"tutel": preset} if name == "system" else shipped(name))
     assert config().system_options == {"tutel": {"degree": 4, "pp": 2}}
     assert config(system={"tutel": {"degree": 8}}).system_options == {"tutel": {"degree": 8, "pp": 2}}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "calibration", "line"),
+    [
+        ("h200_64", "h800", "calibration h800 is of H800, cluster h200_64 has H200: rates are an extrapolation"),
+        ("h200_64", None, "calibration h100 is of H100, cluster h200_64 has H200: rates are an extrapolation"),
+        ("h800_128", "paper-profile", None),
+        ("h800_128", None, None),
+    ],
+)
+def test_a_calibration_of_another_device_is_said(cluster: str, calibration: str | None, line: str | None) -> None:
+    choices = {"model": "tiny", "cluster": cluster, "calibration": calibration}
+    run = resolve(values(cluster=group("cluster", cluster)), choices)
+    assert run.warnings == (() if line is None else (line,))
