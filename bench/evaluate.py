@@ -265,7 +265,7 @@ def _measures(problem: Problem, plan: Plan, pricing: Pricing, timeline: Timeline
         "tokens_dropped": plan.layout.tokens_dropped,
         "repeats": 1,
         "spread": 0.0,
-        "plan": dict(plan.layout.details),
+        "plan": {**plan.layout.details, **_padding(plan, problem)},
     }
 
 
@@ -277,6 +277,13 @@ def _bound(problem: Problem, plan: Plan, step_s: float) -> Row:
     fused = layout.tiles is not None
     least = resource_bound(problem.costs, layout.transport, layout.merge, layout.ep, fused=fused)
     return {"bound_s": least.step_s, "bound_ratio": step_s / least.step_s, "bound_by": least.binds}
+
+
+def _padding(plan: Plan, problem: Problem) -> dict[str, float]:
+    """Where the batch does not divide: what the last micro-batch is charged beyond it, as a share of the batch."""
+    batch = plan.layout.batch
+    extra = batch.microbatches * batch.sequences * batch.data_ranks - problem.workload.global_batch
+    return {"charged_padding": extra / problem.workload.global_batch} if extra else {}
 
 
 def _gpu_weight(plan: Plan) -> Any:

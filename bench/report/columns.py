@@ -209,6 +209,8 @@ LEGEND = (
     " wait (for a peer) is part of the bubble; stall = exposed + bubble",
     "MFU = model FLOPs (causal attention counted half) ÷ peak of the whole cluster;"
     " tokens/s per GPU likewise counts every GPU, idle ones too",
+    "charged_padding in a plan = sequences that the last micro-batch is charged beyond the batch ÷ the batch, where it"
+    " does not divide; they count as time and memory, never as tokens",
     "removed by DisagMoE = 1 − DisagMoE's time ÷ this system's time, same view;"
     " exposed comm there counts dispatch, combine and P2P",
 )
