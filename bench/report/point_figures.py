@@ -16,7 +16,7 @@ from bench.report import paper
 from bench.report.facts import ORIGIN, REFERENCE
 from bench.report.heat import draw_cells, gain_norm, outline
 from bench.report.points import equal_steps, gain_over_equal, picture_stems
-from bench.report.style import INK, MUTED, SYSTEM_COLOURS, axes_at, canvas, drawing, footer, headline, save
+from bench.report.style import INK, SYSTEM_COLOURS, axes_at, canvas, drawing, footer, headline, save
 from bench.report.text import length
 
 Point = Mapping[str, Any]
@@ -160,13 +160,13 @@ def stages_figure(record: Record, points: Sequence[Point]) -> Figure:
         ran = sorted((p for p in mine if p["status"] == "ok"), key=lambda p: int(p["at"]["v"]))
         lost = [p for p in mine if p["status"] != "ok"]
         xs, ys = [int(p["at"]["v"]) for p in ran], [_tokens_s(record, p, p["step_s"]) for p in ran]
-        axes.plot(xs, ys, color=OWN_COLOUR, linewidth=1.2, zorder=2)
+        best = {x: max(y for at, y in zip(xs, ys, strict=True) if at == x) for x in xs}
+        axes.plot(list(best), list(best.values()), color=OWN_COLOUR, linewidth=1.2, zorder=2)
         for x, y, point in zip(xs, ys, ran, strict=True):
             asked = int((point["plan"] or {}).get("ep", 0)) == EP
             face = OWN_COLOUR if asked else "white"
             axes.plot(x, y, "o", color=OWN_COLOUR, markerfacecolor=face, markersize=5.5, zorder=3)
-            near: Any = {"textcoords": "offset points", "ha": "center", "fontsize": 6.8, "color": MUTED}
-            axes.annotate(f"p={point['at']['p']}", (x, y), (0, 6), **near)
+            _label(axes, f"p={point['at']['p']}", x, y)
         steps = [p["reference_step_s"] for p in mine if p["reference_step_s"]]
         usual = [_tokens_s(record, p, p["reference_step_s"]) for p in mine if p["reference_step_s"]][:1]
         if steps:
@@ -212,8 +212,7 @@ def batch_figure(record: Record, points: Sequence[Point]) -> Figure:
         axes.axhline(1.0, color="#444444", linewidth=1.0, linestyle=(0, (4, 3)), zorder=2)
         axes.plot(xs, ys, "o-", color=OWN_COLOUR, linewidth=1.2, markersize=5.5, zorder=3)
         for x, y, point in zip(xs, ys, ran, strict=True):
-            near: Any = {"textcoords": "offset points", "ha": "center", "fontsize": 7.0, "color": INK}
-            axes.annotate(f"n={point['microbatches']}", (x, y), (0, 6), **near)
+            _label(axes, f"n={point['microbatches']}", x, y)
         axes.set_ylim(min([0.9, *ys]) - 0.08, max([claim.high or 1.0, *ys]) + 0.12)
         for point in mine:
             if not point["speedup_over_reference"]:
@@ -241,9 +240,9 @@ def _panels(
 ) -> Figure:
     """One panel per model, side by side."""
     models = list(dict.fromkeys(str(p["model"]) for p in points))
-    figure = canvas(max(9.0, 0.8 + len(models) * PANEL_W + (len(models) - 1) * 0.65 + 0.3), TOP + PANEL_H + FOOT + 0.5)
+    figure = canvas(max(9.0, 0.8 + len(models) * PANEL_W + (len(models) - 1) * 0.65 + 0.3), TOP + PANEL_H + FOOT + 0.25)
     for column, name in enumerate(models):
-        axes = axes_at(figure, 0.8 + column * (PANEL_W + 0.65), FOOT + 0.4, PANEL_W, PANEL_H)
+        axes = axes_at(figure, 0.8 + column * (PANEL_W + 0.65), FOOT + 0.15, PANEL_W, PANEL_H)
         panel(axes, [p for p in points if p["model"] == name])
         axes.set_title(_model(record, name), loc="left", fontsize=8.5)
         axes.set_ylabel(label if column == 0 else "")
@@ -254,10 +253,18 @@ def _panels(
     return figure
 
 
+def _label(axes: Axes, text: str, x: float, y: float) -> None:
+    """Words above a point, readable over lines."""
+    box = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
+    place: Any = {"textcoords": "offset points", "ha": "center", "fontsize": 7.0, "bbox": box, "zorder": 4}
+    axes.annotate(text, (x, y), (0, 7), **place)
+
+
 def _log_ticks(axes: Axes, values: Sequence[float], label: str) -> None:
     """A logarithmic axis with a tick at every value that is there."""
     axes.set_xscale("log")
     axes.set_xticks(values, [f"{value:g}" for value in values])
     axes.set_xticks([], minor=True)
+    axes.tick_params(axis="x", labelsize=7.5)
     axes.set_xlim(min(values) / 1.25, max(values) * 1.25)
     axes.set_xlabel(label)
