@@ -6,7 +6,7 @@ turn hold buffers that the order of the compute streams alone does not show.
 
 from __future__ import annotations
 
-from disagmoe.plan.memory_report import MemoryReport, memory_report
+from disagmoe.plan.memory_report import MemoryReport, memory_report, peak_gib
 from disagmoe.plan.plan import Plan
 from disagmoe.plan.pricing import Pricing, price
 from disagmoe.simulator import simulate
@@ -40,4 +40,6 @@ class Simulated:
 
     def peak(self, plan: Plan) -> float:
         """GiB of the fullest GPU over the simulated step."""
-        return self.memory(plan).peak_gib
+        timeline = self.run(plan)[1]
+        model, workload = self.problem.model, self.problem.workload
+        return peak_gib(plan.layout, plan.program, model, workload, start_s=timeline.start_s, end_s=timeline.end_s)

@@ -28,7 +28,7 @@ from disagmoe.plan.memory import (
 )
 from disagmoe.plan.memory_load import in_frames, worker_bytes
 from disagmoe.plan.memory_tables import DYNAMIC
-from disagmoe.plan.memory_timeline import Levels, levels
+from disagmoe.plan.memory_timeline import Levels, levels, peak_bytes
 from disagmoe.plan.plan import Layout
 from disagmoe.plan.program import Program
 from disagmoe.specs import ModelSpec, Workload
@@ -155,9 +155,20 @@ def peak_gib(
     workload: Workload,
     *,
     optimizer: str | Recipe | None = None,
+    start_s: FloatArray | None = None,
+    end_s: FloatArray | None = None,
 ) -> float:
-    """Peak of the fullest GPU, by the order of the Program. Linear in rows, a few milliseconds."""
-    return memory_report(layout, program, model, workload, optimizer=optimizer).peak_gib
+    """Peak of the fullest GPU: `memory_report(...).peak_gib` without what a report adds. Linear in rows."""
+    policy = Recompute.of(layout.options)
+    _check_policy(layout, program, policy)
+    recipe = _recipe(workload.optimizer if optimizer is None else optimizer)
+    fixed = static_memory(layout, model, program, recipe)
+    moe = [model.is_moe(layer) for layer in range(model.layers)]
+    frames = in_frames(layout, program)
+    held_bytes = worker_bytes(layout, model, workload, policy, frames=frames, step=recipe.step)
+    moving = peak_bytes(program, held_bytes, moe, policy, frames=frames, start_s=start_s, end_s=end_s)
+    peaks: list[float] = [part.total_gib + nbytes / GIB for part, nbytes in zip(fixed, moving.tolist(), strict=True)]
+    return max(peaks)
 
 
 def lower_bound_gib(
@@ -201,8 +212,10 @@ def lower_bound_gib(
 def _check_policy(layout: Layout, program: Program, policy: Recompute) -> None:
     """What the policy repeats must be in the Program: otherwise nothing would hold what it drops."""
     wanted = policy.repeated(disaggregated=layout.placement.disaggregated)
-    there = {Kind(k) for k in np.unique(program.kind)}
-    found = {Kind(k) for k in np.unique(program.kind[program.phase == int(Phase.R)])}
+    there, found = (
+        {Kind(k) for k in np.flatnonzero(np.bincount(kinds)).tolist()}
+        for kinds in (program.kind, program.kind[program.phase == int(Phase.R)])
+    )
     if found != wanted & there:
         names = [", ".join(sorted(k.name for k in kinds)) or "nothing" for kinds in (wanted & there, found)]
         raise ValueError(f"recompute of {layout.system}: the policy repeats {names[0]}, its Program repeats {names[1]}")

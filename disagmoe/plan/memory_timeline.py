@@ -7,6 +7,7 @@ over rows; bytes are float64 (exact to 2^53).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from disagmoe.cost.recompute import Recompute
 from disagmoe.ops import COMPUTE_STREAMS, Kind, Phase, Stream
 from disagmoe.plan.memory_events import in_order, in_time
-from disagmoe.plan.memory_tables import DYNAMIC, Tables, WorkerBytes, chunks_of
+from disagmoe.plan.memory_tables import Tables, WorkerBytes, chunks_of
 from disagmoe.plan.program import Program
 
 FloatArray = NDArray[np.float64]
@@ -58,28 +59,71 @@ def levels(
     """
     tables = Tables(program, workers, moe, recompute, frames)
     if start_s is None or end_s is None:
-        rows = compute_order(program)
-        begin, end = in_order(program, rows, tables)
-        where = np.arange(rows.shape[0]) - np.searchsorted(program.worker[rows], program.worker[rows], side="left")
-        delta = np.stack([begin, end], axis=2).reshape(len(DYNAMIC), -1)
-        worker = np.repeat(program.worker[rows].astype(np.int64), 2)
-        at = np.stack([where, where + 1], axis=1).reshape(-1).astype(np.float64)
+        delta, worker, at = _ordered(program, *_in_order(program, tables))
     else:
-        begin, end = in_time(program, tables)
-        busy = np.flatnonzero((begin != 0.0).any(axis=0) | (end != 0.0).any(axis=0))
-        delta = np.concatenate([end[:, busy], begin[:, busy]], axis=1)
-        worker = np.tile(program.worker[busy].astype(np.int64), 2)
-        at = np.concatenate([end_s[busy], start_s[busy]])
-        order = np.lexsort((at, worker))
-        delta, worker, at = delta[:, order], worker[order], at[order]
-        # One event per instant: what ends is gone when what starts then is there.
-        new = np.flatnonzero(np.concatenate([[True], (worker[1:] != worker[:-1]) | (at[1:] != at[:-1])])[: at.size])
-        delta, worker, at = np.add.reduceat(delta, new, axis=1) if new.size else delta, worker[new], at[new]
+        delta, worker, at = _timed(program, *in_time(program, tables), start_s, end_s)
     nbytes = np.cumsum(delta, axis=1)
     first = np.searchsorted(worker, np.arange(program.n_workers + 1), side="left")
     before = np.where(first > 0, first - 1, 0)[:-1]
     offset = np.where(first[:-1] > 0, nbytes[:, before] if nbytes.shape[1] else 0.0, 0.0)
     return Levels(worker, at, nbytes - offset[:, worker], first)
+
+
+def peak_bytes(
+    program: Program,
+    workers: Sequence[WorkerBytes],
+    moe: Sequence[bool],
+    recompute: Recompute,
+    *,
+    frames: bool = False,
+    start_s: FloatArray | None = None,
+    end_s: FloatArray | None = None,
+) -> FloatArray:
+    """Most bytes that every worker holds at once, [workers]: the peaks of `levels`, without their components."""
+    tables = Tables(program, workers, moe, recompute, frames)
+
+    def whole(sides: tuple[FloatArray, FloatArray]) -> tuple[FloatArray, FloatArray]:
+        begin, end = (side.sum(axis=0, keepdims=True) for side in sides)
+        return begin, end
+
+    if start_s is None or end_s is None:
+        rows, begin, end = _in_order(program, tables)
+        delta, worker, _ = _ordered(program, rows, *whole((begin, end)))
+    else:
+        delta, worker, _ = _timed(program, *whole(in_time(program, tables)), start_s, end_s)
+    first = np.searchsorted(worker, np.arange(program.n_workers + 1), side="left")
+    held = (np.cumsum(delta[0, low:high]) for low, high in itertools.pairwise(first.tolist()))
+    return np.array([mine.max(initial=0.0) if mine.size else 0.0 for mine in held])
+
+
+def _in_order(program: Program, tables: Tables) -> tuple[NDArray[np.intp], FloatArray, FloatArray]:
+    """Compute rows in order, and the bytes at the start and the end of each [components, rows]."""
+    rows = compute_order(program)
+    return rows, *in_order(program, rows, tables)
+
+
+def _ordered(
+    program: Program, rows: NDArray[np.intp], begin: FloatArray, end: FloatArray
+) -> tuple[FloatArray, NDArray[np.int64], FloatArray]:
+    """(change [components, events], worker, place) of the starts and ends of compute rows."""
+    of = program.worker[rows].astype(np.int64)
+    where = np.arange(rows.shape[0]) - np.searchsorted(of, of, side="left")
+    delta = np.stack([begin, end], axis=2).reshape(begin.shape[0], -1)
+    return delta, np.repeat(of, 2), np.stack([where, where + 1], axis=1).reshape(-1).astype(np.float64)
+
+
+def _timed(
+    program: Program, begin: FloatArray, end: FloatArray, start_s: FloatArray, end_s: FloatArray
+) -> tuple[FloatArray, NDArray[np.int64], FloatArray]:
+    """(change [components, events], worker, seconds); one event per instant: what ends is gone when others start."""
+    busy = np.flatnonzero((begin != 0.0).any(axis=0) | (end != 0.0).any(axis=0))
+    delta = np.concatenate([end[:, busy], begin[:, busy]], axis=1)
+    worker = np.tile(program.worker[busy].astype(np.int64), 2)
+    at = np.concatenate([end_s[busy], start_s[busy]])
+    order = np.lexsort((at, worker))
+    delta, worker, at = delta[:, order], worker[order], at[order]
+    new = np.flatnonzero(np.concatenate([[True], (worker[1:] != worker[:-1]) | (at[1:] != at[:-1])])[: at.size])
+    return np.add.reduceat(delta, new, axis=1) if new.size else delta, worker[new], at[new]
 
 
 def in_flight(program: Program) -> tuple[int, ...]:

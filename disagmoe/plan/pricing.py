@@ -22,6 +22,7 @@ from disagmoe.ops import COMM_KINDS, SEND_STREAMS, Kind, Phase, Stream
 from disagmoe.plan.dependencies import is_wait
 from disagmoe.plan.memory import GRADIENT_BYTES, WEIGHT_BYTES, Holding, holdings, local_experts
 from disagmoe.plan.plan import Layout, Worker
+from disagmoe.plan.price_table import price_table
 from disagmoe.plan.program import Program
 from disagmoe.plan.tile_pricing import layer_tiles
 from disagmoe.specs.params import attention_params, expert_params, ffn_shared_params
@@ -333,42 +334,18 @@ class LayoutCosts:
 
 def price(layout: Layout, program: Program, costs: CostModel) -> Pricing:
     """Price every row of a Program of this Layout."""
-    prices = LayoutCosts(layout, costs)
-    depth = program.n_layers + 1
-    # Chunks cost the same but where they are tiles.
-    chunks = program.n_chunks + 1 if layout.tiles is not None else 1
-    chunk = program.chunk + 1 if layout.tiles is not None else 0
-    code = ((program.kind.astype(np.int64) * len(Phase) + program.phase) * depth + program.layer + 1) * chunks + chunk
-    per_worker = (program.kind == Kind.GRAD_SYNC) | (program.kind == Kind.OPTIM)
-    code = np.where(per_worker, -1 - (code * program.n_workers + program.worker), code)
-    unique, inverse = np.unique(code, return_inverse=True)
-
-    table = []
-    for value in unique.tolist():
-        key, worker = divmod(-1 - value, program.n_workers) if value < 0 else (value, -1)
-        key, part = divmod(key, chunks)
-        kind_phase, layer = divmod(key, depth)
-        kind, phase = Kind(kind_phase // len(Phase)), Phase(kind_phase % len(Phase))
-        table.append(
-            prices.op(kind, phase, layer - 1, part - 1 if chunks > 1 else 0)
-            if worker < 0
-            else prices.worker_op(kind, phase, layer - 1, worker)
-        )
-
-    def column(values: list[float]) -> FloatArray:
-        return np.asarray(values, dtype=np.float64)[inverse]
-
-    duration_s = np.where(is_wait(program), 0.0, column([t.seconds for t in table]))
+    code, seconds, link, nic_bytes = price_table(LayoutCosts(layout, costs), program)
+    duration_s = np.where(is_wait(program), 0.0, seconds[code])
     comm = np.isin(program.kind, [int(k) for k in COMM_KINDS])
     duration_s = duration_s * np.where(comm, 1.0, _straggle(layout, program, costs))
     sends = np.isin(program.stream, [int(s) for s in (*SEND_STREAMS, Stream.COLL, Stream.SYNC, Stream.NVLINK)])
     compute, slowed = _contention(layout, program, costs, comm)
     return Pricing(
         duration_s=duration_s,
-        link=np.asarray([t.link for t in table], dtype=np.int8)[inverse],
+        link=link[code],
         slows_compute=compute,
         slowed_by_compute=slowed,
-        wire_bytes=np.where(sends, column([t.nic_bytes for t in table]), 0.0),
+        wire_bytes=np.where(sends, nic_bytes[code], 0.0),
     )
 
 

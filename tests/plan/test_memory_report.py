@@ -84,7 +84,8 @@ def test_every_system_has_a_report_above_its_bound(name: str) -> None:
     pr = problem("deepseek_moe", ep=8, global_batch=256, merge="node", transport="deepep")
     plan = first_plan(name, pr, skip=3)
     report = memory_report(plan.layout, plan.program, pr.model, pr.workload)
-    assert peak_gib(plan.layout, plan.program, pr.model, pr.workload) == report.peak_gib
+    peak = peak_gib(plan.layout, plan.program, pr.model, pr.workload)
+    assert peak == pytest.approx(report.peak_gib, rel=1e-12)
     assert lower_bound_gib(plan.layout, pr.model, pr.workload) <= report.peak_gib
     for w, memory in enumerate(report.workers):
         assert tuple(memory.at_peak) == COMPONENTS
