@@ -25,10 +25,17 @@ def compare(rows: list[Row]) -> None:
         if row["status"] != "ok":
             continue
         if reference is not None:
-            row["speedup"] = reference["step_time_s"] / row["step_time_s"]
+            row["speedup"] = reference["step_time_s"] * _scale(reference) / (row["step_time_s"] * _scale(row))
         if own is not None and row is not own:
-            row["exposed_comm_reduction"] = _reduction(_claimed(own), _claimed(row))
-            row["stall_reduction"] = _reduction(own["stall_s"], row["stall_s"])
+            row["exposed_comm_reduction"] = _reduction(_claimed(own) * _scale(own), _claimed(row) * _scale(row))
+            row["stall_reduction"] = _reduction(own["stall_s"] * _scale(own), row["stall_s"] * _scale(row))
+
+
+def _scale(row: Row) -> float:
+    """What makes the seconds of two rows comparable: 1 where all have one batch, GPUs per token where rows are cuts."""
+    if row.get("simulated") is None:
+        return 1.0
+    return 1.0 / (float(row["tokens_per_s_per_gpu"]) * float(row["step_time_s"]))
 
 
 def _claimed(row: Row) -> float:

@@ -62,9 +62,11 @@ class CombineRoute:
 class Exchange:
     """The exchange between `sides` of one kind of layer, on one rank.
 
-    `forward` and `backward` are its transports, `experts` None in a dense layer,
-    `home` one of `party.HOMES`. What is sent is counted in `ledger`. `gather`: an
-    owner's tokens go to every holder, whether it has their experts or not.
+    `forward` and `backward` are its transports, `again` that of what is sent a second
+    time beside the first time of something else (None: that never happens). `experts`
+    is None in a dense layer, `home` one of `party.HOMES`. What is sent is counted in
+    `ledger`. `gather`: an owner's tokens go to every holder, whether it has their
+    experts or not.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Exchange:
         home: str,
         ledger: Ledger,
         gather: bool = False,
+        again: Transport | None = None,
     ) -> None:
         self.sides = sides
         self.gather = gather
@@ -86,6 +89,7 @@ class Exchange:
         self.party = Party(sides, self.me, form, experts, home)
         self._forward = Wire(sides, forward, form, ledger)
         self._backward = Wire(sides, backward, form, ledger)
+        self._again = self._forward if again is None else Wire(sides, again, form, ledger)
 
     @property
     def link(self) -> Link:
@@ -138,7 +142,7 @@ class Exchange:
     @torch.no_grad()
     def dispatch_again(self, op: Op, route: DispatchRoute, x: Tensor | None = None) -> Tensor | None:
         """The rows of a dispatch once more, over the same route: `Arrived.rows`, at a holder."""
-        rows = self._down(self._forward, op, route.legs, route.total, x)
+        rows = self._down(self._again, op, route.legs, route.total, x)
         return rows if self.party.is_holder else None
 
     @torch.no_grad()
@@ -203,7 +207,7 @@ class Exchange:
         current = self._rows(rows)
         nothing = torch.empty(0, dtype=self.form.sum_dtype, device=self.form.device)
         for stage, leg in reversed(list(enumerate(route.legs))):
-            current, _ = self._up(self._forward, Hop(op, stage, route.total), leg, current, nothing)
+            current, _ = self._up(self._again, Hop(op, stage, route.total), leg, current, nothing)
         return current if self.party.is_owner else None
 
     @torch.no_grad()

@@ -128,10 +128,11 @@ def group_specs(ranks: RankMap, plan: Plan, *, tied: bool) -> dict[Key, Ranks]:
     experts), `norm` (workers a and b share the FFN norm of their layers), `tied`
     (embedding and head), `head` (shards of a head spread by vocabulary, for a block
     of tokens), `heads` (all ranks with a shard, who share the final norm). Transfers:
-    `dispatch`, `combine`, `p2p` from a to b, each with a `_back` for gradients,
-    named by the forward direction.
+    `dispatch`, `combine`, `p2p` from a to b, each with a `_back` for gradients, and
+    one `_again` for what is sent a second time on streams of its own; named by the
+    forward direction.
     """
-    return {**_reductions(ranks, tied), **_exchanges(ranks), **_stage_transfers(ranks, plan)}
+    return {**_reductions(ranks, tied), **_exchanges(ranks, plan), **_stage_transfers(ranks, plan)}
 
 
 def combine_target(placement: Placement, layer: int) -> int:
@@ -175,8 +176,9 @@ def _reductions(ranks: RankMap, tied: bool) -> dict[Key, Ranks]:
     return specs
 
 
-def _exchanges(ranks: RankMap) -> dict[Key, Ranks]:
-    placement = ranks.placement
+def _exchanges(ranks: RankMap, plan: Plan) -> dict[Key, Ranks]:
+    placement, program = ranks.placement, plan.program
+    again = (program.phase == int(Phase.R)) & np.isin(program.stream, [int(s) for s in SEND_STREAMS])
     pairs: set[tuple[str, int, int]] = set()
     for layer, (a, f) in enumerate(zip(placement.attn, placement.ffn, strict=True)):
         for w in placement.holders(f):
@@ -188,7 +190,8 @@ def _exchanges(ranks: RankMap) -> dict[Key, Ranks]:
             blocks = placement.workers[a].gpus // ranks.ep if a == b else 1
             for block in range(blocks):
                 members = ranks.expert_block(a, i, block) if a == b else (*ranks.ranks(a, i), *ranks.ranks(b, i))
-                for direction in (purpose, f"{purpose}_back"):
+                resent = again & (program.kind == int(Kind[purpose.upper()]))
+                for direction in (purpose, f"{purpose}_back", *([f"{purpose}_again"] if resent.any() else [])):
                     specs[Key(direction, a, b, i, block)] = tuple(sorted(members))
     return specs
 
@@ -293,6 +296,11 @@ class Groups:
         return Link(
             self._members[key], self.rank, self._control.get(key), self._data.get(key), self.timeout_s, self.clock
         )
+
+    def again(self, purpose: str, a: int, b: int) -> Link:
+        """The link of what is sent a second time: one of its own where that has streams of its own."""
+        apart = Key(f"{purpose}_again", a, b, self.me.replica, 0 if a != b else self.me.local // self.ranks.ep)
+        return self.link(f"{purpose}_again" if apart in self._members else purpose, a, b)
 
     def destroy(self) -> None:
         """Give back every group (and its threads); the world group stays."""

@@ -143,6 +143,7 @@ class Exchanges:
             sides or self._sides(purpose, a, b, self.merge),
             forward=make_transport(self.transport, self.groups.link(purpose, a, b)),
             backward=make_transport(self.transport, self.groups.link(f"{purpose}_back", a, b)),
+            again=make_transport(self.transport, self.groups.again(purpose, a, b)),
             form=form or self.form,
             experts=Experts(self.model.experts, 1 if padded else self.model.top_k) if moe else None,
             home=home,

@@ -1,0 +1,153 @@
+"""`backend=emulate`: the cut of every tuned plan, run by real processes at the modelled speed.
+
+Decides how a cut is run and what its row says. One system after the other has the
+machine to itself: one warm-up, then repeats, of which the best counts, since a busy
+machine can only make a paced step slower. Times of a row are those of the cut at
+full size; what the simulator gives for the very same cut stands beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from baselines.registry import get_system
+from bench.backends import Executed, Progress
+from bench.config import RunConfig
+from bench.cut import LAYERS, MICROBATCHES, CutPlan, make_cut
+from bench.emulation import DEFAULT_PROCESSES, Ran, run_cut
+from bench.evaluate import MEASURES, Outcome, Row, interrupted, problem_of
+from bench.machine import machine
+from disagmoe.cost.flops import train_flops_per_token
+from disagmoe.cost.model import CostModel
+from disagmoe.specs.devices import device
+from disagmoe.system import NotApplicable, Variant, variants_of
+from disagmoe.timeline.metrics import summarize, worker_metrics
+from disagmoe.timeline.timeline import Timeline
+
+Simulated = tuple[Row, Outcome]
+
+
+class Emulated:
+    """The backend `emulate`."""
+
+    def run(self, config: RunConfig, costs: CostModel, simulated: Sequence[Simulated], progress: Progress) -> Executed:
+        """Run the cut of every plan, one after the other."""
+        processes = config.processes or DEFAULT_PROCESSES
+        rows, outcomes, ran = [], [], []
+        for row, outcome in simulated:
+            done, drawn, told = _emulated(config, costs, row, outcome, processes, progress)
+            rows.append(done)
+            outcomes.append(drawn)
+            ran += told
+        layers = min(LAYERS, config.model.layers)
+        execution = {
+            "processes": processes,
+            "layers": layers,
+            "microbatches": MICROBATCHES,
+            **asdict(machine(gpus=False)),
+            "rows": ran,
+        }
+        return Executed(rows, outcomes, _notes(config, layers, processes), layers, execution)
+
+
+def _emulated(
+    config: RunConfig, costs: CostModel, row: Row, outcome: Outcome, processes: int, progress: Progress
+) -> tuple[Row, Outcome, list[dict[str, Any]]]:
+    """Row, Outcome and the account of one system; those of the simulation where it has no plan."""
+    tuned = outcome.tuned
+    if row["status"] != "ok" or tuned is None or tuned.plan is None or tuned.candidate is None:
+        return row, outcome, []
+    base = {**row, **dict.fromkeys(MEASURES), "memory_limit_gib": None}
+    form = _form(config, row)
+    label = f"{row['view']}: {row['system']}" + (f" ({row['variant']})" if row["variant"] else "")
+    try:
+        problem = problem_of(config, costs, form, row["view"])
+        cut = make_cut(form.system, problem, tuned.plan.layout, tuned.candidate, processes)
+        progress(f"{label}, emulated")
+        ran = run_cut(cut, processes, config.repeats)
+        best = ran.best.timeline
+        base.update(_measures(config, cut, best), simulated=_times(cut, ran.simulated))
+        base.update(repeats=len(ran.steps), spread=ran.spread)
+        drawn = Outcome(cut.plan.layout, best, tuned)
+        return base, drawn, [{"system": row["system"], "variant": row["variant"], "view": row["view"], **_account(ran)}]
+    except NotApplicable as reason:
+        return {**base, "status": "not_applicable", "reason": str(reason)}, Outcome(None, None, tuned), []
+    except Exception as error:  # a rank that died, or a fault of one system: the others still run
+        if interrupted(error):
+            raise KeyboardInterrupt from error
+        if config.debug:
+            raise
+        failed = {**base, "status": "failed", "reason": f"{type(error).__name__}: {error}"}
+        return failed, Outcome(None, None, tuned), []
+
+
+def _form(config: RunConfig, row: Row) -> Variant:
+    """The planner behind a row."""
+    system = get_system(row["system"], **config.system_options.get(row["system"], {}))
+    return next(form for form in variants_of(system, row["view"]) if form.label == row["variant"])
+
+
+def _times(cut: CutPlan, timeline: Timeline) -> dict[str, float]:
+    """What is compared between the emulated and the simulated cut."""
+    mean = summarize(worker_metrics(timeline), cut.stands_for).mean
+    return {
+        "step_time_s": timeline.step_s,
+        "compute_s": mean.compute_s,
+        "exposed_comm_s": mean.exposed_s,
+        "bubble_s": mean.bubble_s,
+    }
+
+
+def _measures(config: RunConfig, cut: CutPlan, timeline: Timeline) -> Row:
+    """The numbers of a row, at full size: rates per GPU that the cut stands for."""
+    step_s, seq = timeline.step_s, config.workload.seq
+    rate = cut.sequences * seq / step_s
+    layers = min(LAYERS, config.model.layers)
+    flops = train_flops_per_token(config.model.with_layers(layers), seq)
+    gpus = np.array([worker.gpus for worker in cut.stands_for.workers], dtype=np.float64)
+    weight = (gpus / gpus.sum())[cut.plan.program.worker]
+    return {
+        "step_time_s": step_s,
+        "tokens_per_s": rate,
+        "tokens_per_s_per_gpu": rate / cut.gpus,
+        "mfu": rate / cut.gpus * flops / (device(config.cluster.device).peak_bf16_tflops * 1e12),
+        **summarize(worker_metrics(timeline), cut.stands_for).as_row(),
+        "wire_bytes_per_gpu": float(cut.pricing.wire_bytes @ weight),
+        "gpus_used": cut.gpus,
+        "microbatches": cut.plan.layout.batch.microbatches,
+        "tokens_dropped": cut.plan.layout.tokens_dropped,
+        "plan": {**cut.full.details, **{f"cut {key}": value for key, value in cut.sizes.items()}},
+    }
+
+
+def _account(ran: Ran) -> dict[str, Any]:
+    """How a cut was run: pace, repeats, and what the machine was busy with."""
+    return {
+        "dilation": ran.pace.dilation,
+        "slack_s": ran.pace.slack_s,
+        "smallest_exchange_s": ran.cut.smallest_exchange_s,
+        "repeats": [
+            {
+                "step_time_s": step.timeline.step_s,
+                "wall_s": step.wall_s,
+                "late_s": step.late_s,
+                "late_share": step.late_share,
+                "own_load": step.own_load,
+                "foreign_load": step.foreign_load,
+            }
+            for step in ran.steps
+        ],
+    }
+
+
+def _notes(config: RunConfig, layers: int, processes: int) -> list[str]:
+    return [
+        f"{layers} of {config.full_layers} layers, emulated: {MICROBATCHES} micro-batches on {processes} processes; "
+        "every operation takes as long as in the full-size plan of its system, while tensors of a small model move",
+        "tokens/s per GPU, MFU and speed-ups are per GPU of the full-size plan that the cut stands for; the steps "
+        "themselves differ in their batch and cannot be compared",
+    ]
