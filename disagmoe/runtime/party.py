@@ -121,6 +121,8 @@ class Party:
         if count != len(mine):
             raise ExchangeError(f"rank {self.me} has {count} rows of the {len(mine)} tokens it owns")
         ids, weights = self._checked_routing(count, ids, weights)
+        if not count:
+            return Load.nothing(self.form)
         numbers = torch.arange(mine.start, mine.stop, device=device)
         home = self._home_of(tokens, numbers, ids)
         row = torch.arange(count, device=device).repeat_interleave(ids.shape[1])
@@ -137,13 +139,15 @@ class Party:
 
     def arrived(self, load: Load, rows: Tensor) -> tuple[Tensor, Arrived | None]:
         """What a holder computes on, and the cell of each copy in the flattened ids."""
+        if not (rows.shape[0] or self.is_holder):
+            return load.row, None
         per_row = torch.bincount(load.row, minlength=rows.shape[0])
         slot = torch.arange(load.row.shape[0], device=rows.device) - (per_row.cumsum(0) - per_row)[load.row]
         cells = load.row * self.slots + slot
         if not self.is_holder:
             return cells, None
         local = self.placed.range_of(self.me)
-        if load.expert.numel() and not local.start <= int(load.expert.min()) <= int(load.expert.max()) < local.stop:
+        if not _within(load.expert, local):
             raise ExchangeError(f"rank {self.me} holds experts {local.start} to {local.stop - 1} and got others")
         home = torch.nonzero(load.home == self.sides.holders.index(self.me)).flatten()
         if self.experts is None:
@@ -169,7 +173,7 @@ class Party:
             return End(numbers.shape[0], splits, order), numbers
         mine = tokens.range_of(self.me)
         order = numbers - mine.start
-        if order.numel() and not 0 <= int(order.min()) <= int(order.max()) < len(mine):
+        if not _within(order, range(len(mine))):
             raise ExchangeError(f"rank {self.me} got rows of tokens that it does not own")
         answered = torch.zeros(len(mine), dtype=torch.bool, device=numbers.device)
         answered[order] = True
@@ -193,7 +197,7 @@ class Party:
         if ids is None or weights is None:
             ids = torch.empty(count, k, dtype=torch.int64, device=self.form.device)
             return ids, torch.empty(count, k, dtype=self.form.sum_dtype, device=self.form.device)
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.placed.total:
+        if not _within(ids, range(self.placed.total)):
             found = f"{int(ids.min())} to {int(ids.max())}"
             raise ExchangeError(f"rank {self.me}: expert ids {found}, allowed 0 to {self.placed.total - 1}")
         return ids.detach().long(), weights.detach().to(self.form.sum_dtype)
@@ -206,3 +210,11 @@ class Party:
             return Blocks.split(self.sides.holders, tokens.total).index_of(numbers)
         at_source = self.home == "source" and self.is_holder
         return torch.full_like(numbers, self.sides.holders.index(self.me) if at_source else -1)
+
+
+def _within(numbers: Tensor, allowed: range) -> bool:
+    """Whether all numbers are in a contiguous range."""
+    if not numbers.numel():
+        return True
+    least, most = torch.aminmax(numbers)
+    return allowed.start <= int(least) and int(most) < allowed.stop

@@ -115,6 +115,12 @@ class Load:
     expert: Tensor
     weight: Tensor
 
+    @classmethod
+    def nothing(cls, form: Format) -> Load:
+        """No token, no copy."""
+        numbers = torch.empty(0, dtype=torch.int64, device=form.device)
+        return cls(numbers, numbers, numbers, numbers, numbers.to(form.sum_dtype))
+
 
 @dataclass(frozen=True)
 class Departure:
@@ -136,21 +142,22 @@ def depart(
     goes to every member within reach, whether it has an expert there or not.
     """
     size = load.tokens.shape[0]
-    member = reach[expert_holder[load.expert]]
-    if bool((member < 0).any()):
+    if not size:
+        nothing = End(0, (0,) * members)
+        return Departure(nothing, nothing, Slab(load.tokens.to(torch.int32), nothing.splits))
+    member = reach.index_select(0, expert_holder).index_select(0, load.expert)
+    if member.numel() and int(member.amin()) < 0:
         raise ExchangeError(f"experts {sorted(set(load.expert[member < 0].tolist()))} cannot be reached from here")
-    home_member = torch.where(load.home >= 0, reach[load.home.clamp(min=0)], -1)
+    home_member = torch.cat((reach, reach.new_tensor([-1])))[load.home]
     if merged:
-        anyway = torch.unique(reach[reach >= 0]) if everywhere else reach[:0]
-        sources, row_member, row_of_copy, home = _merged_rows(load, member, home_member, anyway)
+        anyway = reach[reach >= 0] if everywhere else reach[:0]
+        sources, splits, row_of_copy, home = _merged_rows(load, member, home_member, anyway, members)
     else:
-        sources, row_member, row_of_copy, home = _single_rows(load, member, home_member, expert_holder)
+        sources, splits, row_of_copy, home = _single_rows(load, member, home_member, expert_holder, members)
     copies = row_of_copy.argsort(stable=True)
     per_row = torch.bincount(row_of_copy, minlength=sources.shape[0])
-    rows = End(size, _splits(row_member, members), sources)
-    copy_end = End(load.row.shape[0], _splits(row_member[row_of_copy], members), copies)
-    flags = per_row << _COPIES_SHIFT | (home + 1)
-    row_words = torch.stack((load.tokens[sources], flags), 1).to(torch.int32)
+    rows, copy_end = End(size, splits, sources), End(load.row.shape[0], _splits(member, members), copies)
+    row_words = torch.stack((load.tokens[sources], per_row << _COPIES_SHIFT | (home + 1)), 1).to(torch.int32)
     weights = load.weight[copies].view(torch.int32).view(copies.shape[0], load.weight.element_size() // WORD_BYTES)
     copy_words = torch.cat((load.expert[copies].to(torch.int32).unsqueeze(1), weights), 1)
     return Departure(rows, copy_end, _join_words(row_words, rows.splits, copy_words, copy_end.splits))
@@ -163,15 +170,17 @@ def arrive(words: Slab, row_splits: Splits, form: Format, members: Sequence[int]
     for sender, w, r, c in zip(members, words.splits, row_splits, copy_splits, strict=True):
         if c < 0 or ROW_WORDS * r + per_copy * c != w:
             raise ExchangeError(f"rank {sender} sent rank {me} {r} rows with {w} words of metadata that do not fit")
+    if not words.rows:
+        return Load.nothing(form), copy_splits
     row_words, copy_words = _part_words(words, row_splits, copy_splits, per_copy)
     flags = row_words[:, 1].long()
     per_row = flags >> _COPIES_SHIFT
-    for sender, rows, copies in zip(members, torch.split(per_row, list(row_splits)), copy_splits, strict=True):
-        if int(rows.sum()) != copies:
-            raise ExchangeError(
-                f"rank {sender} sent rank {me} {copies} expert ids for {int(rows.sum())} copies of rows"
-            )
-    count = per_row.shape[0]
+    count, first = per_row.shape[0], 0
+    for sender, rows, copies in zip(members, row_splits, copy_splits, strict=True):
+        told = int(per_row[first : first + rows].sum()) if rows else 0
+        if told != copies:
+            raise ExchangeError(f"rank {sender} sent rank {me} {copies} expert ids for {told} copies of rows")
+        first += rows
     load = Load(
         tokens=row_words[:, 0].long(),
         home=(flags & _HOME_MASK) - 1,
@@ -191,22 +200,25 @@ def return_end(tokens: Tensor, member: Tensor, members: int) -> tuple[End, Slab]
 
 
 def _merged_rows(
-    load: Load, member: Tensor, home_member: Tensor, anyway: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    load: Load, member: Tensor, home_member: Tensor, anyway: Tensor, members: int
+) -> tuple[Tensor, Splits, Tensor, Tensor]:
     """One row per (member, token) with a copy or the home there, and for all tokens of the members `anyway`."""
-    size = load.tokens.shape[0]
-    at_home = torch.nonzero(home_member >= 0).flatten()
-    all_rows = (anyway.unsqueeze(1) * size + torch.arange(size, device=anyway.device)).flatten()
-    keys = torch.cat((member * size + load.row, home_member[at_home] * size + at_home, all_rows))
-    rows, row_of_key = torch.unique(keys, return_inverse=True)
-    source = rows % size if size else rows
-    row_member = rows // size if size else rows
-    return source, row_member, row_of_key[: load.row.shape[0]], load.home[source]
+    size, device = load.tokens.shape[0], load.tokens.device
+    cell = member * size + load.row
+    # One more line than members: there lie the homes of member -1, that is nowhere.
+    there = torch.zeros((members + 1) * size, dtype=torch.bool, device=device)
+    there.index_fill_(0, cell, True)
+    there.index_fill_(0, home_member * size + torch.arange(size, device=device), True)
+    there.view(members + 1, size).index_fill_(0, anyway, True)
+    there = there[: members * size]
+    source = there.nonzero().view(-1).remainder(size)
+    splits = tuple(there.view(members, size).sum(1).tolist())
+    return source, splits, there.cumsum(0).index_select(0, cell) - 1, load.home.index_select(0, source)
 
 
 def _single_rows(
-    load: Load, member: Tensor, home_member: Tensor, expert_holder: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    load: Load, member: Tensor, home_member: Tensor, expert_holder: Tensor, members: int
+) -> tuple[Tensor, Splits, Tensor, Tensor]:
     """One row per copy; the first copy that goes home says so, and where none does a row is added."""
     size, count, device = load.tokens.shape[0], load.row.shape[0], load.tokens.device
     goes_home = torch.nonzero(expert_holder[load.expert] == load.home[load.row]).flatten()
@@ -218,9 +230,9 @@ def _single_rows(
     home = torch.full_like(source, -1)
     home[marked] = load.home[load.row[marked]]
     home[count:] = load.home[extra]
-    order = (row_member * max(size, 1) + source).argsort(stable=True)
+    order = (row_member * size + source).argsort(stable=True)
     row_of_copy = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=device))[:count]
-    return source[order], row_member[order], row_of_copy, home[order]
+    return source[order], _splits(row_member, members), row_of_copy, home[order]
 
 
 def _splits(member: Tensor, members: int) -> Splits:
@@ -229,15 +241,15 @@ def _splits(member: Tensor, members: int) -> Splits:
 
 def _join_words(row_words: Tensor, row_splits: Splits, copy_words: Tensor, copy_splits: Splits) -> Slab:
     """Per member its row words, then its copy words."""
-    parts = []
-    for rows, copies in zip(
-        torch.split(row_words, list(row_splits)), torch.split(copy_words, list(copy_splits)), strict=True
-    ):
-        parts += [rows.flatten(), copies.flatten()]
-    splits = tuple(
-        r * row_words.shape[1] + c * copy_words.shape[1] for r, c in zip(row_splits, copy_splits, strict=True)
-    )
-    return Slab(torch.cat(parts), splits)
+    parts, splits = [], []
+    flat_rows, flat_copies = row_words.view(-1), copy_words.view(-1)
+    at_row = at_copy = 0
+    for r, c in zip(row_splits, copy_splits, strict=True):
+        r, c = r * row_words.shape[1], c * copy_words.shape[1]
+        parts += [flat_rows[at_row : at_row + r], flat_copies[at_copy : at_copy + c]]
+        splits.append(r + c)
+        at_row, at_copy = at_row + r, at_copy + c
+    return Slab(torch.cat(parts), tuple(splits))
 
 
 def _part_words(words: Slab, row_splits: Splits, copy_splits: Splits, per_copy: int) -> tuple[Tensor, Tensor]:
