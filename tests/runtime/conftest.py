@@ -5,7 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from disagmoe.plan.verify import verify
 from disagmoe.runtime.launch import Pool
+from tests.runtime.training_cases import Case
 
 
 class Pools:
@@ -28,6 +30,7 @@ class Pools:
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Pools]:
     torch.set_num_threads(1)
+    verify(Case().plan)  # loads the compiled loops before the forks: ranks inherit them instead of loading their own
     started = Pools()
     yield started
     started.close()

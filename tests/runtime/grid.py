@@ -26,7 +26,8 @@ def _rings() -> Iterator[Case]:
     yield Case(p=3, layers=4, microbatches=8, sequences=8, seq=3)
     yield Case(p=3, layers=7, microbatches=5, sequences=5, seq=3, order="megatron")
     yield Case(p=3, layers=2, microbatches=3, sequences=3, seq=3)
-    yield Case(p=2, m=3, n=2, layers=3, microbatches=3, sequences=7, seq=3)
+    for (m, n), (p, layers) in product(((3, 1), (3, 2)), ((2, 3), (3, 4))):
+        yield Case(p=p, m=m, n=n, layers=layers, microbatches=3, sequences=7, seq=3)
     yield Case(p=3, m=1, n=2, layers=4, microbatches=3, sequences=4, seq=3, head="next_a")
     yield Case(p=3, m=2, n=1, layers=4, microbatches=3, sequences=7, seq=3)
     yield Case(dp=3, layers=3, microbatches=2, sequences=7, seq=3)

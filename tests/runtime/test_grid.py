@@ -25,6 +25,11 @@ SINGLE = [
 ]
 
 
+def test_the_grid_has_every_ratio_at_every_depth_of_ring() -> None:
+    rings = {(case.p, case.m, case.n) for case in GROUPS["rings"]}
+    assert rings >= {(p, *ratio) for p in (1, 2, 3) for ratio in ((1, 1), (2, 1), (1, 2), (3, 2), (3, 1))}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for cases in GROUPS.values() for case in cases], ids=name)
 def test_the_grid(pools: Pools, case: Case) -> None:
