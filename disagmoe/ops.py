@@ -36,7 +36,7 @@ class Phase(IntEnum):
     F forward, I backward with respect to the input, W backward with respect to
     the weights, B the full backward (I and W in one), R recompute of a forward.
     A GRAD_SYNC is B where it reduces gradients (before the optimizer) and F
-    where it gathers updated parameters (after it).
+    where it gathers updated parameters (after it, or before the next step's forwards).
     """
 
     F = 0

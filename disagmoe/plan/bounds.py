@@ -106,7 +106,7 @@ def lower_bound_s(layout: Layout, costs: CostModel) -> float:
     busy = _serial_s(prices) if layout.serial_exchange else _overlapped_s(prices)
     ends = [
         prices.worker_op(Kind.OPTIM, Phase.F, -1, worker).seconds
-        + prices.worker_op(Kind.GRAD_SYNC, Phase.F, -1, worker).seconds
+        + (0.0 if prices.early_gather else prices.worker_op(Kind.GRAD_SYNC, Phase.F, -1, worker).seconds)
         for worker in range(len(layout.placement.workers))
     ]
     return max(busy) + max(ends)

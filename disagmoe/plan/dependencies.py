@@ -18,7 +18,8 @@ kind, phase, layer, micro-batch and chunk. This module decides the rules.
 - GRAD_SYNC in phase B waits for the worker's own B and W of that layer (layer -1:
   of all of them). OPTIM waits for every worker's GRAD_SYNC in phase B, as the
   gradient norm is global, and for those of its own gradients that no GRAD_SYNC
-  covers. GRAD_SYNC in phase F waits for the worker's OPTIM. Where a layer lives
+  covers. GRAD_SYNC in phase F waits for the worker's OPTIM, or, where the Program
+  gathers early, the worker's forwards of that layer (-1: EMBED and HEAD) wait for it. Where a layer lives
   in several replicas of one Program (DualPipe's two directions), its GRAD_SYNC
   waits for the gradients of all of them: their sum is what is reduced.
 - A stage-level pair is one unit: what either of its two rows waits for, the first
@@ -117,7 +118,12 @@ def build_graph(program: Program) -> Graph:
     waits = np.flatnonzero(is_wait(program))
     ops.phase[node[waits]] = _NO_PHASE
     of_head, edges = spread_head_edges(program, first_row)
-    edges += [_chain_edges(ops, ~of_head), *_recompute_edges(ops), _weight_edges(ops), *_step_end_edges(ops)]
+    edges += [
+        _chain_edges(ops, ~of_head),
+        *_recompute_edges(ops),
+        _weight_edges(ops),
+        *_step_end_edges(ops, program.early_gather),
+    ]
     edges.append(_admission_edges(program, node))
     if waits.size:
         edges += _wait_edges(program, waits, node, second_row)
@@ -289,7 +295,7 @@ def _weight_edges(ops: _Ops) -> Edges:
     return link(inputs, same_op[inputs], weights, same_op[weights], ops.chunk)
 
 
-def _step_end_edges(ops: _Ops) -> list[Edges]:
+def _step_end_edges(ops: _Ops, early_gather: bool) -> list[Edges]:
     """Gradients, their reduction, the optimizer, and the gathering of parameters."""
     gradients = ops.where(_COMPUTE, Phase.B, Phase.W)
     reduces, gathers = ops.where(Kind.GRAD_SYNC, Phase.B), ops.where(Kind.GRAD_SYNC, Phase.F)
@@ -300,6 +306,10 @@ def _step_end_edges(ops: _Ops) -> list[Edges]:
     covered = np.isin(of_layer[gradients], of_layer[per_layer]) | np.isin(ops.worker[gradients], ops.worker[per_worker])
     bare = gradients[~covered]
     everywhere = np.zeros_like(ops.worker)
+    updated = join(optimizers, ops.worker[optimizers], gathers, ops.worker[gathers])
+    if early_gather:
+        forwards = ops.where(_COMPUTE, Phase.F)
+        updated = join(gathers, of_layer[gathers], forwards, of_layer[forwards])
     elsewhere = []
     if ops.replica.any():
         elsewhere = [_mirror_edges(ops, gradients, of_layer, per_layer)]
@@ -310,7 +320,7 @@ def _step_end_edges(ops: _Ops) -> list[Edges]:
         join(gradients, ops.worker[gradients], per_worker, ops.worker[per_worker]),
         join(reduces, everywhere[reduces], optimizers, everywhere[optimizers]),
         join(bare, ops.worker[bare], optimizers, ops.worker[optimizers]),
-        join(optimizers, ops.worker[optimizers], gathers, ops.worker[gathers]),
+        updated,
     ]
 
 

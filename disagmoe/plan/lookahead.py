@@ -78,7 +78,8 @@ def look_ahead(program: Program, pricing: Pricing, window: Window) -> Program:
         raise ValueError(f"no order within {window}: {graph.n_nodes - ran} operations would never start")
     # What workers share is reduced last on each of them, in one order everywhere.
     shared = (program.kind == int(Kind.GRAD_SYNC)) & (program.layer == -1)
-    last = (program.kind == int(Kind.GRAD_SYNC)) & (program.phase == int(Phase.F))
+    last = (program.kind == int(Kind.GRAD_SYNC)) & (program.phase == int(Phase.F)) & (not program.early_gather)
+    shared &= program.phase == int(Phase.B)
     order = np.lexsort((sequence, shared + 2 * last, slot))
     return replace(program, **{name: getattr(program, name)[order] for name in COLUMNS})
 

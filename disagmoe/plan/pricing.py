@@ -102,6 +102,8 @@ class LayoutCosts:
         in_place = layout.tiles is not None and layout.tiles.gather  # an all-gather and a reduce-scatter
         self.copies = costs.copy_work("node" if in_place else layout.merge, layout.ep)
         self.recompute = Recompute.of(layout.options)
+        self.early_gather = layout.options.get("gather") == "early"
+        """Updated parameters are gathered layer by layer before their first use, not as a whole at the end."""
         self.tiles: Callable[[Phase], TileCosts] = cache(lambda phase: layer_tiles(self, phase))
         # Layers of one kind share their prices: (MoE?, window) is all that differs between them.
         self._of_type = cache(self._price_type)
@@ -121,9 +123,11 @@ class LayoutCosts:
         holding = self.holdings[worker]
         if kind is Kind.OPTIM:
             return _compute(self.costs.optimizer(holding.updated))
-        if phase is Phase.F:
+        if phase is Phase.F and not self.early_gather:
             return self._sync(self.costs.all_gather, worker, WEIGHT_BYTES, holding.dense, holding.expert)
         dense, expert = self._layer_params(layer, worker)
+        if phase is Phase.F:
+            return self._sync(self.costs.all_gather, worker, WEIGHT_BYTES, dense, expert)
         return self._sync(self.costs.reduce_scatter, worker, GRADIENT_BYTES, dense, expert)
 
     def _ends(self, kind: Kind, phase: Phase) -> float:

@@ -51,6 +51,9 @@ class Program:
     backward has not ended (see `admission.py`); () bounds nothing. A worker whose
     forwards and backwards are on streams of their own needs it: nothing else keeps
     its forwards from running ahead.
+
+    With `early_gather` a GRAD_SYNC in phase F comes before its layer's first forward and
+    gathers what the optimizer of the step before updated; without, it ends the step.
     """
 
     n_workers: int
@@ -68,6 +71,7 @@ class Program:
     peer: IntArray
     pair: IntArray
     in_flight: tuple[int, ...] = ()
+    early_gather: bool = False
 
     def __len__(self) -> int:
         return int(self.worker.shape[0])
@@ -102,6 +106,7 @@ class Program:
         n_microbatches: int,
         n_chunks: int = 1,
         in_flight: tuple[int, ...] = (),
+        early_gather: bool = False,
     ) -> Program:
         """Pack rows given in any stream order; order within a stream is kept."""
         table = np.array(
@@ -115,6 +120,7 @@ class Program:
             n_microbatches=n_microbatches,
             n_chunks=n_chunks,
             in_flight=in_flight,
+            early_gather=early_gather,
         )
 
     @classmethod
@@ -127,6 +133,7 @@ class Program:
         n_microbatches: int,
         n_chunks: int = 1,
         in_flight: tuple[int, ...] = (),
+        early_gather: bool = False,
     ) -> Program:
         """Pack an int array [rows, len(COLUMNS)]; a stable sort groups the streams."""
         order = np.argsort(table[:, 0].astype(np.int64) * len(Stream) + table[:, 1], kind="stable")
@@ -138,5 +145,6 @@ class Program:
             n_microbatches=n_microbatches,
             n_chunks=n_chunks,
             in_flight=in_flight,
+            early_gather=early_gather,
             **columns,
         )

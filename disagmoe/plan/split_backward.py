@@ -47,6 +47,7 @@ def split_backward(program: Program, pending: int = 0) -> Program:
         n_microbatches=program.n_microbatches,
         n_chunks=program.n_chunks,
         in_flight=program.in_flight,
+        early_gather=program.early_gather,
     )
 
 

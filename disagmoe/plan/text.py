@@ -9,8 +9,8 @@ and `&pair`; `-` stands for -1.
     w0 COMPUTE: E-F0 A0F0 A0B0 E-B0
     w0 SEND: D0F0>1 D0F0.1>1
 
-A Program with bounds on what is in flight has `in_flight=4,3` (one number per
-worker) at the end of its header.
+At the end of its header a Program with bounds on what is in flight has `in_flight=4,3`
+(one number per worker), and one that gathers parameters early `early_gather`.
 
 The stage projection (written only) is what pipeline papers and
 torch.distributed.pipelining print: `0F0 1F0 (0F1;1B0)OVERLAP_F_B 0B0`.
@@ -31,7 +31,7 @@ _TOKEN = re.compile(
     rf"(?:\.{_NUMBER})?(?:~{_NUMBER})?(?:([<>]){_NUMBER})?(?:&{_NUMBER})?"
 )
 _HEADER = re.compile(
-    r"program workers=(\d+) layers=(\d+) microbatches=(\d+) chunks=(\d+)(?: in_flight=(\d+(?:,\d+)*))?"
+    r"program workers=(\d+) layers=(\d+) microbatches=(\d+) chunks=(\d+)(?: in_flight=(\d+(?:,\d+)*))?( early_gather)?"
 )
 _LINE = re.compile(r"w(\d+) (\w+):(.*)")
 
@@ -73,6 +73,7 @@ def to_text(program: Program) -> str:
     )
     if program.in_flight:
         header += f" in_flight={','.join(str(limit) for limit in program.in_flight)}"
+    header += " early_gather" * program.early_gather
     body = [f"w{worker} {stream.name}: {' '.join(tokens)}" for (worker, stream), tokens in sorted(lines.items())]
     return "\n".join([header, *body]) + "\n"
 
@@ -105,6 +106,7 @@ def from_text(text: str) -> Program:
         n_microbatches=n_microbatches,
         n_chunks=n_chunks,
         in_flight=in_flight,
+        early_gather=header[6] is not None,
     )
 
 
