@@ -14,21 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
+from baselines.native.result import Action
 from disagmoe.ops import Phase
 
 _BRACKET = {Phase.F: "forward-compute", Phase.B: "backward-compute"}
-
-
-class Action(NamedTuple):
-    """One forward or backward of one micro-batch through one chunk of a rank."""
-
-    phase: Phase
-    chunk: int
-    microbatch: int
 
 
 class Recorder:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -24,27 +23,14 @@ from torch import Tensor
 
 from baselines.native.megatron import compat
 from baselines.native.megatron.model import Shape, build_chunks, local_experts, start_parallel, transformer_config
-from baselines.native.megatron.recorder import Action, Recorder
-from baselines.native.megatron.weights import Slot, slots_of, starting_value
+from baselines.native.megatron.recorder import Recorder
+from baselines.native.megatron.weights import slots_of
+from baselines.native.result import NativeStep
+from baselines.native.slot import Slot
 from disagmoe.runtime.child import Context
 from disagmoe.runtime.cut import Cut, Fetch
 from disagmoe.runtime.optimizer import Recipe
 from disagmoe.specs import ModelSpec
-
-
-@dataclass(frozen=True)
-class NativeStep:
-    """What a step gave. `loss` is the mean over the tokens of the global batch, equal on all ranks.
-
-    `grad_norm` is global, before clipping (None without a recipe); `actions` are this
-    rank's in the order of their starts; `seconds` is this rank's wall time from the first
-    micro-batch to the updated weights.
-    """
-
-    loss: float
-    grad_norm: float | None
-    actions: tuple[Action, ...]
-    seconds: float
 
 
 class MegatronRunner:
@@ -67,7 +53,7 @@ class MegatronRunner:
             self._chunks = build_chunks(spec, self._config, shape, cut.seq, self._device)
             self._optimizer = _optimizer(self._chunks, recipe) if recipe else None
             self.slots = self._slots()
-            self.load({name: starting_value(name, slot, spec, seed) for name, slot in self.slots.items()})
+            self.load({name: slot.start(name, spec, seed) for name, slot in self.slots.items()})
 
     def step(self, fetch: Fetch) -> NativeStep:
         """Run one step on the sequences that `fetch` gives."""
@@ -130,7 +116,7 @@ class MegatronRunner:
         norm = self._update()
         seconds = time.perf_counter() - begin_s
         recorder.close()
-        return NativeStep(self._mean(losses), norm, tuple(recorder.actions), seconds)
+        return NativeStep(self._mean(losses), norm, seconds, actions=tuple(recorder.actions))
 
     @property
     def _sequences(self) -> int:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from importlib.util import find_spec
 
 import pytest
+
+from baselines.native.peers import MEGATRON, TUTEL
 
 
 def needs_megatron() -> None:
     """Skip the module without Megatron-Core; load it once, before ranks are forked, without its warnings."""
-    if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        pytest.skip("Megatron-Core is not installed: pip install -e '.[megatron]'", allow_module_level=True)
+    if MEGATRON.installed is None:
+        pytest.skip(MEGATRON.missing, allow_module_level=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import baselines.native.megatron.schedule  # noqa: F401
+
+
+def needs_tutel() -> None:
+    """Skip the module without Tutel."""
+    if TUTEL.installed is None:
+        pytest.skip(TUTEL.missing, allow_module_level=True)

@@ -16,7 +16,8 @@ needs_megatron()
 
 from baselines.native.megatron.model import Shape, check_covered, transformer_config, uncovered  # noqa: E402
 from baselines.native.megatron.schedule import MegatronRunner  # noqa: E402
-from baselines.native.megatron.weights import Slot, _attention  # noqa: E402
+from baselines.native.megatron.weights import _attention  # noqa: E402
+from baselines.native.slot import Slot  # noqa: E402
 from tests.model.shapes import BASE, FAMILIES  # noqa: E402
 
 CPU = torch.device("cpu")

@@ -1,20 +1,17 @@
-"""Steps of Megatron-Core against the single-process model: what runs on every rank."""
+"""The single-process model that a peer's step is compared with, and how."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from baselines.native.megatron.model import Shape
-from baselines.native.megatron.schedule import MegatronRunner
+from baselines.native.result import NativeStep
 from disagmoe.model import LossReport, ReferenceModel
-from disagmoe.runtime.child import Context
 from disagmoe.runtime.cut import Cut
-from disagmoe.runtime.data import Source
-from disagmoe.runtime.optimizer import Recipe
 from disagmoe.specs import ModelSpec
 from tests.model.shapes import BASE, FAMILIES, scramble
 
@@ -59,12 +56,17 @@ class Case:
         return tuple(tuple(i for i in range(self.layers) if i * count // self.layers == s) for s in range(count))
 
     @property
-    def shape(self) -> Shape:
-        return Shape(self.pp, self.ep, self.dp or self.ep, self.stages, self.group, self.overlap)
+    def replicas(self) -> int:
+        """Ranks of a stage that take different sequences."""
+        return self.dp or self.ep
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.replicas
 
     @property
     def cut(self) -> Cut:
-        return Cut(self.microbatches * self.shape.dp * self.each, self.seq, 1, self.microbatches)
+        return Cut(self.microbatches * self.replicas * self.each, self.seq, 1, self.microbatches)
 
     @property
     def tokens(self) -> Tensor:
@@ -126,28 +128,9 @@ class Found:
     order: str
 
 
-def native_step(context: Context, case: Case) -> Found:
-    """One step of Megatron-Core with the values of the reference; collective."""
-    truth, tokens = Truth(case), case.tokens
-    with MegatronRunner(context, case.spec, case.shape, case.cut) as runner:
-        runner.load(truth.model.values())
-        step = runner.step(lambda wanted: tokens[wanted.start : wanted.stop])
-        found = runner.gradients()
+def compare(truth: Truth, step: NativeStep, found: Mapping[str, Tensor], order: str) -> Found:
+    """The findings of one rank that holds the gradients `found`."""
     report, gradients = truth.report, truth.model.gradients()
     errors = {name: float((found[name] - gradients[name]).norm() / gradients[name].norm()) for name in found}
     worst = max(errors, key=errors.__getitem__)
-    stage = context.rank // case.shape.dp
-    order = " ".join(f"{a.chunk * case.pp + stage}{a.phase.name}{a.microbatch}" for a in step.actions)
-    return Found(step.loss, report.loss, errors[worst], worst, frozenset(found), f"w{stage}: {order}")
-
-
-def trained(context: Context, case: Case, recipe: Recipe, source: Source) -> list[tuple[float, float]]:
-    """Loss and gradient norm of every step of a training run; collective."""
-    batch, found = case.cut.sequences, []
-    with MegatronRunner(context, case.spec, case.shape, case.cut, recipe) as runner:
-        for number in range(recipe.steps):
-            begin = number * batch
-            step = runner.step(lambda wanted, at=begin: source.samples(range(at + wanted.start, at + wanted.stop)))
-            assert step.grad_norm is not None
-            found.append((step.loss, step.grad_norm))
-    return found
+    return Found(step.loss, report.loss, errors[worst], worst, frozenset(found), order)
