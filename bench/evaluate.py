@@ -21,6 +21,7 @@ from bench.backends import Executed, backend_of
 from bench.choices import other_device
 from bench.comparison import compare
 from bench.config import RunConfig
+from bench.coverage import check_covered
 from bench.replay import KEPT, from_default_batch, replayed
 from bench.side_by_side import in_order
 from bench.simulated import Simulated
@@ -187,6 +188,7 @@ def _run(
         if tuned.plan is None:
             return row, Outcome(None, None, tuned)
         verify(tuned.plan.program)
+        check_covered(tuned.plan, problem.model, problem.workload)
         simulated = Simulated(problem)
         pricing, timeline = simulated.run(tuned.plan)
         memory = simulated.memory(tuned.plan)
