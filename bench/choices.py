@@ -72,7 +72,7 @@ def read_calibration(
             f"the numbers of calibration {name} carry their sources and are not set one by one: "
             "change a copy of its file and use calibration=<path>"
         )
-    return name, read.shipped("calibration").get(name, Path(name))
+    return name, read.known("calibration").get(name, Path(name))
 
 
 def other_device(calibration: str, cluster: ClusterSpec) -> str | None:

@@ -28,6 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from bench import at_hand
 from bench.choices import FROM_FILE
 from bench.config import RunConfig, resolve
 from bench.identity import ROOT
@@ -56,7 +57,15 @@ class JobReport:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line; returns the exit status. Of processes that torchrun or srun started the first one does."""
+    if at_hand.launched() is None:
+        return _main(arguments)
+    from disagmoe.runtime.crew import under_launcher  # needs torch, as whoever started several processes has
+
+    return under_launcher(lambda crew: _main(arguments))
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not (CONF / "config.yaml").is_file():
         return _complain(f"no configuration in {CONF}: run from a checkout of the suite")
@@ -110,9 +119,11 @@ def _attempt(values: DictConfig, hydra_config: Any, overrides: Sequence[str], sw
         tables=not sweep,
         bar=not sweep or "Basic" in str(hydra_config.launcher.get("_target_")),
     )
-    choices = {str(group): option for group, option in hydra_config.runtime.choices.items()}
+    choices: dict[str, str | None] = {str(group): option for group, option in hydra_config.runtime.choices.items()}
     try:
         plain = cast(dict[str, Any], OmegaConf.to_container(values, resolve=True))
+        if plain.get("backend") == "measure":
+            plain, choices = at_hand.adapt(plain, choices, overrides)
         outcome = _execute(resolve(plain, choices, sweep=sweep), call)
     except (ValueError, OSError, OmegaConfBaseException) as error:
         if values.get("debug") is True:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -35,13 +36,25 @@ def machine(*, gpus: bool) -> Machine:
             "allowed without it: backend=simulate"
         ) from None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine((_gpu() if gpus else None) or _processor(), cores, platform.node(), installed)
+    names = gpu_names() if gpus else ()
+    return Machine(names[0] if names else _processor(), cores, platform.node(), installed)
 
 
-def _gpu() -> str | None:
+@cache
+def gpu_names() -> tuple[str, ...]:
+    """Names of this machine's GPUs, asked for without making a CUDA context: ranks may still be forked."""
     import torch  # slow to load, and only asked for where a run uses it anyway
 
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    count = torch.cuda.device_count()
+    if not count:
+        return ()
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30, stdin=subprocess.DEVNULL)
+        names = [line.strip() for line in told.stdout.splitlines() if line.strip()]
+    except (OSError, subprocess.SubprocessError):
+        names = []
+    return tuple((names or ["unknown GPU"])[:1] * count)
 
 
 def _processor() -> str:

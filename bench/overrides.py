@@ -1,6 +1,7 @@
 """The command line before and after Hydra: what we add to its grammar, and its errors in one line.
 
-`model=`, `cluster=` and `calibration=` take a path as well as a name, and
+`model=`, `cluster=` and `calibration=` take a path as well as a name, the latter two
+also a name of the user's own (conf.local/), and
 `system.<name>.<field>=` needs no plus sign although no file lists every system, and
 `gantt_workers=` no brackets.
 """
@@ -17,6 +18,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 
 from bench.choices import FROM_FILE, MODEL_FROM_FILE
+from disagmoe.specs import fields as read
 
 PATH_OPTION: Mapping[str, str] = {"model": MODEL_FROM_FILE, "cluster": FROM_FILE, "calibration": FROM_FILE}
 """Groups that take a path, and the option of each that carries it."""
@@ -55,6 +57,8 @@ def _choice(group: str, value: str) -> list[str]:
     values = [value] if bare is None else [bare]
     if bare is None:
         values = value.split(",")
+    own = {} if group == "model" else {k: str(v) for k, v in read.own(group).items() if k not in read.shipped(group)}
+    values = [own.get(item, item) for item in values]
     paths = [item for item in values if _is_path(item)]
     if not paths:
         return [f"{group}={value}"]

@@ -119,8 +119,8 @@ def calibration_names() -> tuple[str, ...]:
 
 @cache
 def load_calibration(name: str) -> Calibration:
-    """The calibration of a shipped name or of a YAML file. Raises ValueError listing the names."""
-    path = read.find(name, read.shipped("calibration"), "calibration")
+    """The calibration of a shipped name, of one of the user's own or of a YAML file. ValueError lists the names."""
+    path = read.find(name, read.known("calibration"), "calibration")
     return calibration_from_mapping(read.read_file(path, "calibration"), path.stem)
 
 

@@ -42,6 +42,8 @@ class Device:
 # Memory: total reported by nvidia-smi (MiB / 1024).
 # `laptop` is no product but a nominal assumption: one of eight processes that share
 # one CPU. It makes tiny models run everywhere and claims nothing about any machine.
+# `cpu` is a yardstick: round rates above those of any process on a CPU, in fractions of
+# which `make calibrate` states what it measured.
 _DEVICES = (
     Device("A100", peak_bf16_tflops=312.0, hbm_gbs=2039.0, memory_gib=80.0, sms=108, nvlink_gbs=300.0),
     Device("A800", peak_bf16_tflops=312.0, hbm_gbs=2039.0, memory_gib=80.0, sms=108, nvlink_gbs=200.0),
@@ -50,6 +52,7 @@ _DEVICES = (
     Device("H20", peak_bf16_tflops=148.0, hbm_gbs=4000.0, memory_gib=95.6, sms=78, nvlink_gbs=450.0),
     Device("H200", peak_bf16_tflops=989.0, hbm_gbs=4800.0, memory_gib=140.4, sms=132, nvlink_gbs=450.0),
     Device("B200", peak_bf16_tflops=2250.0, hbm_gbs=8000.0, memory_gib=179.1, sms=148, nvlink_gbs=900.0),
+    Device("cpu", peak_bf16_tflops=1.0, hbm_gbs=100.0, memory_gib=8.0, sms=1, nvlink_gbs=100.0),
     Device("laptop", peak_bf16_tflops=0.05, hbm_gbs=5.0, memory_gib=2.0, sms=1, nvlink_gbs=5.0),
 )
 _BY_NAME = {entry.name.lower(): entry for entry in _DEVICES}

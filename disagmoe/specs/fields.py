@@ -19,6 +19,9 @@ import yaml
 CONF = Path(__file__).resolve().parents[2] / "conf"
 """Root of the shipped configuration files."""
 
+OWN_CONF = CONF.with_name("conf.local")
+"""Root of what a user adds for one machine, as `make calibrate` does."""
+
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,79}")
 """Names end up in directory names, so they are kept to these characters."""
 
@@ -106,6 +109,16 @@ def read_file(path: Path, what: str) -> Mapping[str, object]:
 def shipped(group: str) -> dict[str, Path]:
     """Name -> file of the configurations shipped in conf/<group>/, sorted by name."""
     return {path.stem: path for path in sorted((CONF / group).glob("*.yaml"))}
+
+
+def own(group: str) -> dict[str, Path]:
+    """The same for the user's own configurations, in conf.local/<group>/ (not tracked by git)."""
+    return {path.stem: path for path in sorted((OWN_CONF / group).glob("*.yaml"))}
+
+
+def known(group: str) -> dict[str, Path]:
+    """Shipped configurations and the user's own; a shipped name stays what it is."""
+    return {**own(group), **shipped(group)}
 
 
 def find(name_or_path: str, names: Mapping[str, Path], what: str) -> Path:

@@ -23,7 +23,8 @@ class Timeline:
     `post_s` is when this worker was ready for the row (head of its stream and
     its own dependencies met); a transfer starts when both ends are posted, so
     start - post is the wait for the peer. Arrays have shape [rows]. `origin` is
-    "simulated", "emulated" or "measured".
+    "simulated", "emulated" or "measured". `until_s` is when an executed step was over
+    on every rank, its host work included, where that is after the last row.
     """
 
     program: Program
@@ -31,8 +32,9 @@ class Timeline:
     end_s: FloatArray
     post_s: FloatArray
     origin: str = "simulated"
+    until_s: float = 0.0
 
     @property
     def step_s(self) -> float:
-        """The step time: the latest end of any row (0 for an empty Program)."""
-        return float(self.end_s.max()) if len(self.program) else 0.0
+        """The step time: the latest end of any row (0 for an empty Program), or `until_s`."""
+        return max(self.until_s, float(self.end_s.max())) if len(self.program) else 0.0
