@@ -130,6 +130,19 @@ def contention_text(row: Row) -> str:
     return DASH if compute is None or comm is None else f"{compute:.3g} / {comm:.3g}"
 
 
+def _beside(row: Row, unit: Units, path: str) -> str:
+    """A value of a row that has a simulation beside it."""
+    value = finite(row.get(path)) if row.get("simulated") else None
+    if value is None:
+        return DASH
+    return f"{100 * value:.1f} %" if path == "spread" else unit.seconds(value)
+
+
+def _error(row: Row) -> str:
+    emulated, simulated = finite(row.get("step_time_s")), finite(dig(row, "simulated.step_time_s"))
+    return DASH if emulated is None or not simulated else f"{emulated / simulated:.3f}"
+
+
 def _plain(path: str) -> Callable[[Row, Units], str]:
     def text(row: Row, unit: Units) -> str:
         value = dig(row, path)
@@ -183,6 +196,19 @@ POOL = (
 )
 """The pools of a disaggregated system apart."""
 
+SIMULATED_CUT = (
+    SYSTEM,
+    Column("emulated\nstep [{time}]", lambda row, unit: _beside(row, unit, "step_time_s")),
+    seconds("simulated\nstep [{time}]", "simulated.step_time_s"),
+    Column("emulated ÷\nsimulated", lambda row, _: _error(row)),
+    Column("emulated\nexposed [{time}]", lambda row, unit: _beside(row, unit, "exposed_comm_s")),
+    seconds("simulated\nexposed [{time}]", "simulated.exposed_comm_s"),
+    Column("emulated\nbubble [{time}]", lambda row, unit: _beside(row, unit, "bubble_s")),
+    seconds("simulated\nbubble [{time}]", "simulated.bubble_s"),
+    Column("spread of\nrepeats", lambda row, unit: _beside(row, unit, "spread")),
+)
+"""An emulated cut beside the simulation of the very same cut; empty for other runs."""
+
 PLAN = (
     SYSTEM,
     Column("transport", _plain("transport"), right=False),
@@ -198,6 +224,7 @@ TABLES = (
     ("Where the step goes", BREAKDOWN),
     ("Exposed communication by kind, and the largest value of any worker", BY_KIND),
     ("Attention (A) and FFN (F) workers apart", POOL),
+    ("Emulated beside the simulation of the same cut", SIMULATED_CUT),
     ("Plans", PLAN),
 )
 
@@ -232,6 +259,7 @@ VALUES = (
     *(f"pools.{pool}.{key}" for pool in POOLS for _, key in PARTS),
     *("peak_memory_gib", "memory_limit_gib", "wire_bytes_per_gpu", "gpus_used", "microbatches"),
     *("tokens_dropped", "repeats", "spread"),
+    *(f"simulated.{key}" for key in ("step_time_s", "compute_s", "exposed_comm_s", "bubble_s")),
 )
 """Paths of a row that become CSV columns; "." turns into "_" in the name."""
 

@@ -81,6 +81,7 @@ class Facts:
     model: str
     depth: str
     cluster: str
+    on: str
     calibration: str
     sequence: str
     batch: str
@@ -93,7 +94,7 @@ class Facts:
     @property
     def where(self) -> str:
         """How and on what, without the calibration."""
-        return f"{self.origin} on {self.cluster}"
+        return f"{self.origin} on {self.on}"
 
     @property
     def provenance(self) -> str:
@@ -110,10 +111,21 @@ def facts(results: Results) -> Facts:
         model=model_label(results["model"]),
         depth=f"{depth['used']} of {depth['of']} layers",
         cluster=str(results["cluster"]["name"]),
+        on=_on(results),
         calibration=calibration_name(results),
         sequence=f"seq {seq:,}",
-        batch=f"global batch {sequences:,} sequences ({sequences * seq:,} tokens)",
+        batch="a cut of the batch"
+        if results["backend"] == "emulate"
+        else f"global batch {sequences:,} sequences ({sequences * seq:,} tokens)",
     )
+
+
+def _on(results: Results) -> str:
+    """What it ran on: the cluster, or the processes that stood for it."""
+    cluster, execution = str(results["cluster"]["name"]), results.get("execution")
+    if results["backend"] == "emulate" and execution:
+        return f"{execution['processes']} processes at the pace of {cluster}"
+    return cluster
 
 
 def _device(cluster: Mapping[str, Any]) -> str:
@@ -139,7 +151,8 @@ def cluster_text(cluster: Mapping[str, Any]) -> str:
 def model_text(results: Results) -> str:
     """The resolved model and the shape that matters to a schedule."""
     model = results["model"]
-    parts = [model_label(model), f"{results['depth']['used']} of {results['depth']['of']} layers"]
+    emulated = ", emulated" if results["backend"] == "emulate" else ""
+    parts = [model_label(model), f"{results['depth']['used']} of {results['depth']['of']} layers{emulated}"]
     if model.get("hidden"):
         parts.append(f"hidden {model['hidden']}")
     if model.get("experts"):
@@ -198,6 +211,8 @@ def header(results: Results) -> list[tuple[str, str]]:
         ("cluster", cluster_text(results["cluster"])),
         ("workload", ", ".join(work)),
     ]
+    if results["backend"] == "emulate" and results.get("execution"):
+        lines.append(("emulated", _emulated_text(results["execution"])))
     if settings_text(results):
         lines.append(("settings", f"{settings_text(results)} (all others as by default)"))
     lines += [(f"view {view}", _transports(view_rows(results, view)) or "no system ran") for view in views(rows)]
@@ -208,6 +223,19 @@ def header(results: Results) -> list[tuple[str, str]]:
     lines += [("assumes", text) for text in assumptions]
     lines += [("note", note) for note in notes(results) if not any(note.endswith(text) for text in assumptions)]
     return lines
+
+
+def _emulated_text(execution: Mapping[str, Any]) -> str:
+    """The machine under an emulated run, and how its pace was kept."""
+    texts = [f"{execution['cores']} cores of {execution['device']}, torch {execution['torch']}"]
+    repeats = [repeat for row in execution["rows"] for repeat in row["repeats"]]
+    if repeats:
+        dilations = [float(row["dilation"]) for row in execution["rows"]]
+        texts.append(f"{min(dilations):.3g} to {max(dilations):.3g} wall seconds per second")
+        foreign = [load for load in (finite(repeat["foreign_load"]) for repeat in repeats) if load is not None]
+        if foreign:
+            texts.append(f"other processes used {min(foreign):.2g} to {max(foreign):.2g} cores meanwhile")
+    return "; ".join(texts)
 
 
 def notes(results: Results) -> list[str]:
