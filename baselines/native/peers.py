@@ -69,9 +69,9 @@ MEGATRON = Peer(
     install="pip install -e '.[megatron]' (a wheel; nothing is compiled)",
     covers="GPTModel, all-to-all dispatcher, router, 1F1B plain and interleaved, EP overlap (combined 1F1B), DDP, "
     "distributed optimizer; pp, virtual stages, ep, expert replicas, uneven layer splits",
-    on_cpu="fp32, gloo, through baselines/native/megatron/compat.py; EP overlap changes the order and hides nothing",
-    on_gpu="fp32, NCCL, without the CPU answers; never run by us",
-    limits="TP, CP, bf16, recompute, grouped GEMM, Transformer Engine layers",
+    on_cpu="fp32 and bf16, gloo, through baselines/native/megatron/compat.py; EP overlap changes the order and hides nothing",
+    on_gpu="fp32 and bf16, NCCL, without the CPU answers; never run by us",
+    limits="TP, CP, recompute, FP8, grouped GEMM, Transformer Engine layers",
 )
 TUTEL = Peer(
     name="Tutel",
@@ -83,9 +83,9 @@ TUTEL = Peer(
     "compiles an extension)",
     covers="moe_layer with its gate, dispatch, llama_ffn experts and combine inside our block; overlap degree, "
     "capacity factor, 2DH; ep = all ranks, pp = 1",
-    on_cpu="fp32, gloo; Tutel ignores the overlap degree there: every row is degree 1",
-    on_gpu="fp32, NCCL, overlap degree by Tutel itself; never run by us",
-    limits="pipelines, ep below the number of ranks, bf16",
+    on_cpu="fp32 and bf16 (autocast), gloo; Tutel ignores the overlap degree there: every row is degree 1",
+    on_gpu="fp32 and bf16 (autocast), NCCL, overlap degree by Tutel itself; never run by us",
+    limits="pipelines, ep below the number of ranks",
 )
 PEERS = (MEGATRON, TUTEL)
 

@@ -20,12 +20,14 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
 from torch import nn
 from torch.nn.functional import silu
 
 from disagmoe.model.conventions import conventions_of
 from disagmoe.specs import ModelSpec
 
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _MINUTES = 1  # longest wait inside one collective: Megatron takes whole minutes
 
 
@@ -106,8 +108,17 @@ def _normalised(spec: ModelSpec) -> bool:
     return spec.scoring == "softmax_after_topk" or spec.norm_topk_prob
 
 
-def transformer_config(spec: ModelSpec, shape: Shape, device: torch.device) -> TransformerConfig:
-    """Megatron's configuration of `spec` in fp32, to run on `device`."""
+def type_of(precision: str) -> torch.dtype:
+    """The type of Megatron's parameters; bf16 has fp32 gradients and fp32 copies in the optimizer."""
+    if precision not in _TYPES:
+        raise ValueError(f"precision {precision!r}: the Megatron-Core adapter runs {' and '.join(_TYPES)}")
+    return _TYPES[precision]
+
+
+def transformer_config(
+    spec: ModelSpec, shape: Shape, device: torch.device, precision: str = "fp32"
+) -> TransformerConfig:
+    """Megatron's configuration of `spec`, to run on `device`."""
     check_covered(spec)
     if [layer for stage in shape.stage_layers for layer in stage] != list(range(spec.layers)):
         raise ValueError(f"the stages must hold layers 0 to {spec.layers - 1} once each, in order")
@@ -130,6 +141,7 @@ def transformer_config(spec: ModelSpec, shape: Shape, device: torch.device) -> T
         attention_dropout=0.0,
         **_experts(spec, shape),
         **_pipeline(shape, device),
+        **_precision(precision),
         **_plain_kernels(),
     )
     # Its check asks for bf16 or fp16; fp32 is what can be compared to the last digits, so it is set afterwards.
@@ -165,13 +177,21 @@ def _pipeline(shape: Shape, device: torch.device) -> dict[str, object]:
         "virtual_pipeline_model_parallel_size": shape.virtual if shape.interleaved else None,
         "pipeline_model_parallel_layout": stages if shape.pp > 1 else None,
         "microbatch_group_size_per_vp_stage": shape.group or shape.pp,
-        "pipeline_dtype": torch.float32,
-        "params_dtype": torch.float32,
         # gloo sends from where the output lies, which this would free while an asynchronous send still reads it.
         "deallocate_pipeline_outputs": device.type == "cuda",
         # Batched P2P with pp = 2 and virtual stages matches the wrong messages: losses are wrong and nothing says so.
         "overlap_p2p_comm": shape.interleaved,
         "batch_p2p_comm": not shape.interleaved,
+    }
+
+
+def _precision(precision: str) -> dict[str, object]:
+    dtype = type_of(precision)
+    return {
+        "bf16": precision == "bf16",
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "moe_router_dtype": "fp32",  # as ours: the router never runs in less
     }
 
 
@@ -208,6 +228,8 @@ def start_parallel(shape: Shape) -> None:
 def build_chunks(spec: ModelSpec, config: TransformerConfig, shape: Shape, seq: int, device: torch.device) -> list[Any]:
     """The GPTModel of every virtual stage of this rank, each in Megatron's DDP."""
     chunks = [_chunk(spec, config, shape, seq, index).to(device) for index in range(shape.virtual)]
+    if config.bf16:
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True, check_for_nan_in_grad=False
     )
@@ -236,6 +258,13 @@ def _chunk(spec: ModelSpec, config: TransformerConfig, shape: Shape, seq: int, i
         rotary_base=conventions_of(spec).rope_theta,
         vp_stage=stage,
     )
+    return model
+
+
+def unwrapped(model: Any) -> Any:
+    """The GPTModel inside Megatron's wrappers."""
+    while hasattr(model, "module"):
+        model = model.module
     return model
 
 

@@ -22,7 +22,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from baselines.native.megatron import compat
-from baselines.native.megatron.model import Shape, build_chunks, local_experts, start_parallel, transformer_config
+from baselines.native.megatron.model import (
+    Shape,
+    build_chunks,
+    local_experts,
+    start_parallel,
+    transformer_config,
+    type_of,
+    unwrapped,
+)
 from baselines.native.megatron.recorder import Recorder
 from baselines.native.megatron.weights import slots_of
 from baselines.native.result import NativeStep
@@ -41,7 +49,15 @@ class MegatronRunner:
     """
 
     def __init__(
-        self, context: Context, spec: ModelSpec, shape: Shape, cut: Cut, recipe: Recipe | None = None, seed: int = 0
+        self,
+        context: Context,
+        spec: ModelSpec,
+        shape: Shape,
+        cut: Cut,
+        recipe: Recipe | None = None,
+        *,
+        seed: int = 0,
+        precision: str = "fp32",
     ) -> None:
         _check(context, spec, shape, cut)
         self.spec, self.shape, self.cut, self.recipe = spec, shape, cut, recipe
@@ -49,9 +65,9 @@ class MegatronRunner:
         self.steps = 0
         with compat.on(self._device):
             start_parallel(shape)
-            self._config = transformer_config(spec, shape, self._device)
+            self._config = transformer_config(spec, shape, self._device, precision)
             self._chunks = build_chunks(spec, self._config, shape, cut.seq, self._device)
-            self._optimizer = _optimizer(self._chunks, recipe) if recipe else None
+            self._optimizer = _optimizer(self._chunks, recipe, precision) if recipe else None
             self.slots = self._slots()
             self.load({name: slot.start(name, spec, seed) for name, slot in self.slots.items()})
 
@@ -94,10 +110,10 @@ class MegatronRunner:
 
     def _slots(self) -> dict[str, Slot]:
         first = local_experts(self.spec, self.shape).start
-        return {name: slot for c in self._chunks for name, slot in slots_of(c.module, self.spec, first).items()}
+        return {name: slot for c in self._chunks for name, slot in slots_of(unwrapped(c), self.spec, first).items()}
 
     def _step(self, fetch: Fetch) -> NativeStep:
-        recorder = Recorder([chunk.module for chunk in self._chunks], combined=self.shape.overlap)
+        recorder = Recorder([unwrapped(chunk) for chunk in self._chunks], combined=self.shape.overlap)
         self._config.timers = recorder
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
@@ -167,7 +183,7 @@ def _check(context: Context, spec: ModelSpec, shape: Shape, cut: Cut) -> None:
         )
 
 
-def _optimizer(chunks: list[Any], recipe: Recipe) -> Any:
+def _optimizer(chunks: list[Any], recipe: Recipe, precision: str) -> Any:
     """Adam with decoupled weight decay on matrices, clipping by global norm, state sharded over replicas."""
     config = OptimizerConfig(
         optimizer="adam",
@@ -178,7 +194,8 @@ def _optimizer(chunks: list[Any], recipe: Recipe) -> Any:
         adam_beta2=recipe.betas[1],
         adam_eps=recipe.epsilon,
         clip_grad=recipe.clip,
-        params_dtype=torch.float32,
+        bf16=precision == "bf16",
+        params_dtype=type_of(precision),
         use_distributed_optimizer=True,
     )
     return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
@@ -192,7 +209,7 @@ def _forward(
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
     arguments = {"input_ids": inputs, "position_ids": positions, "attention_mask": None, "labels": targets}
-    recorder.forward(getattr(model, "module", model), microbatch)
+    recorder.forward(unwrapped(model), microbatch)
     if return_schedule_plan:
         return model.build_schedule_plan(**arguments), _mean_loss
     output = model(**arguments)

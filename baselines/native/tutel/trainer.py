@@ -38,8 +38,12 @@ class TutelRunner:
         options: TutelOptions,
         cut: Cut,
         recipe: Recipe | None = None,
+        *,
         seed: int = 0,
+        precision: str = "fp32",
     ) -> None:
+        if precision not in ("fp32", "bf16"):
+            raise ValueError(f"precision {precision!r}: the Tutel adapter runs fp32 and bf16 (autocast)")
         pieces = context.world_size * cut.microbatches
         if cut.replicas != 1 or cut.sequences % pieces:
             raise ValueError(
@@ -49,6 +53,7 @@ class TutelRunner:
         os.environ.setdefault("LOCAL_SIZE", str(context.local_size))  # what Tutel's 2DH takes for a node
         self.spec, self.options, self.cut, self.recipe = spec, options, cut, recipe
         self._device = context.device
+        self._autocast = torch.autocast(context.device.type, torch.bfloat16, enabled=precision == "bf16")
         self.model = TutelModel(spec, options, context.device)
         self.slots = self.model.slots()
         self.load({name: slot.start(name, spec, seed) for name, slot in self.slots.items()})
@@ -74,7 +79,8 @@ class TutelRunner:
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # cross entropy, dropped pairs
         begin_s = time.perf_counter()
         for tokens in batches:
-            loss = self.model.loss(tokens[:, :-1], tokens[:, 1:])
+            with self._autocast:
+                loss = self.model.loss(tokens[:, :-1], tokens[:, 1:])
             (loss / self.cut.tokens).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             sums[0] += loss.detach()
             sums[1] += self._dropped(tokens[:, 1:].numel())

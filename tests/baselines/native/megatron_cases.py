@@ -26,10 +26,12 @@ def native_step(context: Context, case: Case) -> Found:
     return compare(truth, step, found, f"w{stage}: {order}")
 
 
-def trained(context: Context, case: Case, recipe: Recipe, source: Source) -> list[tuple[float, float]]:
+def trained(
+    context: Context, case: Case, recipe: Recipe, source: Source, precision: str = "fp32"
+) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step of a training run; collective."""
     batch, found = case.cut.sequences, []
-    with MegatronRunner(context, case.spec, shape_of(case), case.cut, recipe) as runner:
+    with MegatronRunner(context, case.spec, shape_of(case), case.cut, recipe, precision=precision) as runner:
         for number in range(recipe.steps):
             begin = number * batch
             step = runner.step(lambda wanted, at=begin: source.samples(range(at + wanted.start, at + wanted.stop)))

@@ -111,6 +111,21 @@ def test_trained_steps_equal_our_own_trainer(case: Case) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", [Case(ep=2), Case(pp=2, virtual=2, ep=2, overlap=True)])
+def test_bf16_trains_like_fp32(case: Case) -> None:
+    """bf16 has 8 bits: losses within 1 %; gradients and the optimizer's copies stay fp32."""
+    recipe = Recipe(lr=1e-3, warmup=2, steps=6, clip=0.5)
+    source = Synthetic(case.spec.vocab, case.seq, 0)
+    runs = {
+        precision: spawn(case.ranks, trained, [case, recipe, source, precision], timeout_s=240.0, group_timeout_s=60.0)
+        for precision in ("fp32", "bf16")
+    }
+    losses = {precision: [loss for loss, _ in ranks[0]] for precision, ranks in runs.items()}
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=1e-2)
+    assert losses["bf16"] != losses["fp32"]
+
+
+@pytest.mark.slow
 def test_outputs_are_not_freed_under_an_asynchronous_send() -> None:
     """With `deallocate_pipeline_outputs` six runs over gloo gave six different, wrong losses."""
     case = replace(Case(2, 2, 2), each=8, seq=32)
