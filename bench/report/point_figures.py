@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from bench.report import paper
 from bench.report.facts import ORIGIN, REFERENCE
 from bench.report.heat import draw_cells, gain_norm, outline
-from bench.report.points import equal_steps, gain_over_equal, picture_stems
+from bench.report.points import EQUAL, equal_steps, gain_over_equal, picture_stems
 from bench.report.style import INK, SYSTEM_COLOURS, axes_at, canvas, drawing, footer, headline, save
 from bench.report.text import length
 
@@ -24,7 +24,7 @@ Record = Mapping[str, Any]
 
 SHORT = {"oom": "OOM", "not_applicable": "n/a", "failed": "failed", "ok": "–"}
 OWN_COLOUR, REFERENCE_COLOUR = SYSTEM_COLOURS["disagmoe"], SYSTEM_COLOURS[REFERENCE]
-RULES = {"halves": "half of the NICs for each pool", "free": "NICs as the tuner likes", "own": "nodes of its own"}
+RULES = {"halves": "half of the NICs each", "free": "NICs as the tuner likes", "own": "whole nodes per pool"}
 CELL_W, CELL_H, LEFT, GAP, TOP, FOOT = 0.86, 0.32, 0.8, 0.75, 1.05, 0.95
 PANEL_W, PANEL_H = 3.5, 2.7
 RATIO_PAPER = (
@@ -78,17 +78,17 @@ def ratio_figure(record: Record, points: Sequence[Point]) -> Figure:
     at = {(str(p["at"]["nics"]), str(p["at"]["ratio"]), int(p["seq"])): p for p in points}
     equal = equal_steps(points)
     measures: tuple[tuple[str, Callable[[Point], float | None]], ...] = (
-        (f"step of {REFERENCE} ÷ step of disagmoe", lambda p: p["speedup_over_reference"]),
-        ("step at 16:16 ÷ step", lambda p: gain_over_equal(p, equal)),
+        (f"over {REFERENCE}", lambda p: p["speedup_over_reference"]),
+        (f"over {EQUAL}", lambda p: gain_over_equal(p, equal)),
     )
     width, height = max(3.0, CELL_W * len(lengths)), CELL_H * len(ratios)
     figure = canvas(
-        max(9.0, LEFT + len(rules) * width + (len(rules) - 1) * GAP + 0.3), TOP + FOOT + 2 * height + GAP + 0.45
+        max(9.0, LEFT + len(rules) * width + (len(rules) - 1) * GAP + 0.3), TOP + FOOT + 2 * height + GAP + 0.25
     )
     for row, (title, measure) in enumerate(measures):
         norm = gain_norm(measure(p) for p in points)
         for column, rule in enumerate(rules):
-            bottom = FOOT + 0.45 + (1 - row) * (height + GAP)
+            bottom = FOOT + 0.25 + (1 - row) * (height + GAP)
             axes = axes_at(figure, LEFT + column * (width + GAP), bottom, width, height)
             here = [[at[rule, ratio, seq] for seq in lengths] for ratio in ratios]
             gains = [[measure(p) for p in line] for line in here]
@@ -98,11 +98,15 @@ def ratio_figure(record: Record, points: Sequence[Point]) -> Figure:
                 if best[0] > 0.0:
                     outline(axes, x, -best[1])
             _ticks(axes, [length(seq) for seq in lengths], ratios)
-            axes.set_title(f"{title}; {RULES.get(rule, rule)}", loc="left", fontsize=8.5)
+            axes.set_title(f"{title}, {RULES.get(rule, rule)}", loc="left", fontsize=8.5)
             axes.set_ylabel("GPUs of A : F" if column == 0 else "")
             axes.set_xlabel("sequence length" if row == 1 else "")
     model = _model(record, str(points[0]["model"]))
-    headline(figure, f"How many GPUs for attention and for experts: {model}", _origin(record))
+    headline(
+        figure,
+        f"How many GPUs for attention and for experts: {model}",
+        f"gains are ratios of steps · {_origin(record)}",
+    )
     footer(figure, _note(record, RATIO_PAPER))
     return figure
 
