@@ -135,9 +135,9 @@ def af_pipe_program(
     for w, own in enumerate(orders):
         layers_of = {c: [c * p + w % p] for c in range(ring.chunks) if c * p + w % p < layers}
         tail += step_tail(w, own, layers_of, shared=w == 0 or w in ring.head_workers)
-    sent = _transfer_slots(orders, steps, m)
+    sent = transfer_slots(orders, steps, m)
     templates, orders = repeat_layers(ring, steps, orders, sent, recompute)
-    table = _in_slot_order(expand(orders, templates, tail), steps, sent)
+    table = in_slot_order(expand(orders, templates, tail), steps, sent)
     return Program.from_table(
         table,
         n_workers=2 * p,
@@ -183,7 +183,7 @@ def _with_head(order: StageOrder, last_chunk: int, head_chunk: int) -> StageOrde
     )
 
 
-def _transfer_slots(orders: Sequence[StageOrder], steps: Sequence[Step], m: int) -> LongArray:
+def transfer_slots(orders: Sequence[StageOrder], steps: Sequence[Step], m: int) -> LongArray:
     """Lock-step slot in which the product of each (step, micro-batch) is sent, [steps, m]; -1 where it is not."""
     chunks = 1 + max(int(o.chunk.max()) for o in orders)
     at = np.full((len(orders), len(Phase), chunks), -1, dtype=np.int64)
@@ -210,7 +210,7 @@ def _sent(step: Step) -> Cell | None:
     return next((cell for cell in step.cells if cell.stream == Stream.SEND), None)
 
 
-def _in_slot_order(table: IntArray, steps: Sequence[Step], sent: LongArray) -> IntArray:
+def in_slot_order(table: IntArray, steps: Sequence[Step], sent: LongArray) -> IntArray:
     """The rows with the transfers of every stream in the order of their slots."""
     column = {name: table[:, i] for i, name in enumerate(COLUMNS)}
     rows = np.flatnonzero((column["stream"] == Stream.SEND) | (column["stream"] == Stream.RECV))

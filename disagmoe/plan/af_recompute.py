@@ -78,7 +78,7 @@ def _repeated(ring: Ring, cells: Sequence[Cell], again: dict[Kind, bool], resend
             repeat = cell._replace(phase=Phase.R)
             if cell.kind == Kind.FFN:
                 if resend:
-                    source = cell.layer % ring.p
+                    source = ring.attention(cell.layer)
                     out.append(Cell(Stream.RECV_B, Kind.DISPATCH, Phase.R, cell.layer, peer=source))
                 out.append(repeat)
             elif not resend:

@@ -3,7 +3,8 @@
 A micro-batch passes a chain of steps: attention and experts of layer 0, of layer
 1, ..., the head, and all of it backwards. A step is what one worker does at one
 go: the rows it receives, computes and sends. Layer l is on A_{l mod p} (worker
-l mod p) and F_{l mod p} (worker p + l mod p). After the last layer, the F-ranks
+l mod p) and F_{l mod p} (worker p + l mod p), unless the ring maps layers to groups
+otherwise (`af_mapped.py`). After the last layer, the F-ranks
 hold partial rows of every token. The head is one of
 
 - `last_f`: on the F-group of the last layer (the paper), which first reduces the
@@ -46,26 +47,60 @@ def head_workers(p: int, layers: int, head: str) -> tuple[int, ...]:
 
 
 class Ring(NamedTuple):
-    """The shape that all steps depend on: depth, layers, placement of the head, stream of backward compute."""
+    """The shape that all steps depend on: depth, layers, placement of the head, stream of backward compute.
+
+    `attn` and `ffn` name the worker of every layer's attention and experts, A-workers
+    first; () is the paper's placement, p groups of either kind in turn.
+    """
 
     p: int
     layers: int
     head: str
     backward: Stream
+    attn: tuple[int, ...] = ()
+    ffn: tuple[int, ...] = ()
+
+    def attention(self, layer: int) -> int:
+        """Worker of a layer's attention; of the layer behind the last one too, where `next_a` puts the head."""
+        return self.attn[layer % self.layers] if self.attn else layer % self.p
+
+    def experts(self, layer: int) -> int:
+        """Worker of a layer's experts."""
+        return self.ffn[layer] if self.ffn else self.first_f + layer % self.p
+
+    def chunk(self, layer: int, side: tuple[int, ...]) -> int:
+        """Which of its worker's layers this is, on the side (`attn` or `ffn`) given."""
+        return side[:layer].count(side[layer]) if side else layer // self.p
+
+    @property
+    def first_f(self) -> int:
+        """The first F-worker."""
+        return min(self.ffn) if self.ffn else self.p
+
+    @property
+    def f_groups(self) -> int:
+        """Number of F-groups."""
+        return len(set(self.ffn)) if self.ffn else self.p
 
     @property
     def last_f(self) -> int:
         """Worker of the last layer's experts."""
-        return self.p + (self.layers - 1) % self.p
+        return self.experts(self.layers - 1)
 
     @property
     def spread(self) -> bool:
         """Several F-groups share the head; with one F-group `spread` is `last_f`."""
-        return self.head == "spread" and self.p > 1
+        return self.head == "spread" and self.f_groups > 1
 
     @property
     def head_workers(self) -> tuple[int, ...]:
-        return head_workers(self.p, self.layers, self.head)
+        if self.head == "spread":
+            return tuple(range(self.first_f, self.first_f + self.f_groups))
+        return (self.attention(self.layers),) if self.head == "next_a" else (self.last_f,)
+
+    def around(self, worker: int, steps: int) -> int:
+        """The F-worker so many groups further on."""
+        return self.first_f + (worker - self.first_f + steps) % self.f_groups
 
     @property
     def chunks(self) -> int:
@@ -88,18 +123,19 @@ def ring_steps(ring: Ring) -> list[Step]:
     forward, backward = [], []
     for layer in range(ring.layers):
         for worker, (there, back) in (
-            (layer % ring.p, _attention(ring, layer)),
-            (ring.p + layer % ring.p, _experts(ring, layer)),
+            (ring.attention(layer), _attention(ring, layer)),
+            (ring.experts(layer), _experts(ring, layer)),
         ):
-            forward.append(Step((worker, int(Phase.F), layer // ring.p), there))
-            backward.append(Step((worker, int(Phase.B), layer // ring.p), back))
+            chunk = ring.chunk(layer, ring.attn if worker < ring.first_f else ring.ffn)
+            forward.append(Step((worker, int(Phase.F), chunk), there))
+            backward.append(Step((worker, int(Phase.B), chunk), back))
     head = _spread_head(ring) if ring.spread else [_whole_head(ring)]
     return [*forward, *head, *reversed(backward)]
 
 
 def _attention(ring: Ring, layer: int) -> tuple[list[Cell], list[Cell]]:
     """Forward and backward of attention of one layer."""
-    experts, before = ring.p + layer % ring.p, ring.p + (layer - 1) % ring.p
+    experts, before = ring.experts(layer), ring.experts(max(layer - 1, 0))
     forward = [
         Cell(Stream.COMPUTE, Kind.ATTN, Phase.F, layer),
         Cell(Stream.SEND, Kind.DISPATCH, Phase.F, layer, peer=experts),
@@ -117,7 +153,7 @@ def _attention(ring: Ring, layer: int) -> tuple[list[Cell], list[Cell]]:
 
 def _experts(ring: Ring, layer: int) -> tuple[list[Cell], list[Cell]]:
     """Forward and backward of the experts of one layer; after the last one the rows go to the head."""
-    attention, after = layer % ring.p, (layer + 1) % ring.p
+    attention, after = ring.attention(layer), ring.attention(layer + 1)
     forward = [
         Cell(Stream.RECV, Kind.DISPATCH, Phase.F, layer, peer=attention),
         Cell(Stream.COMPUTE, Kind.FFN, Phase.F, layer),
@@ -131,8 +167,9 @@ def _experts(ring: Ring, layer: int) -> tuple[list[Cell], list[Cell]]:
     forward.append(Cell(out, Kind.COMBINE, Phase.F, layer, peer=peer))
     backward.insert(0, Cell(back, Kind.COMBINE, Phase.B, layer, peer=peer))
     if inside and ring.spread:
-        forward.append(_pass(ring, Phase.F, ring.p + after, sends=True))
-        backward.insert(0, _pass(ring, Phase.B, ring.p + after, sends=False))
+        following = ring.around(ring.last_f, 1)
+        forward.append(_pass(ring, Phase.F, following, sends=True))
+        backward.insert(0, _pass(ring, Phase.B, following, sends=False))
     return forward, backward
 
 
@@ -153,15 +190,15 @@ def _whole_head(ring: Ring) -> Step:
 def _spread_head(ring: Ring) -> list[Step]:
     """The chunks of the head on all F-groups, from the one behind the last layer's round to that itself, and back."""
     forward, backward = [], []
-    for place in range(ring.layers, ring.layers + ring.p):
-        group = place % ring.p
-        worker = ring.p + group
+    for place in range(1, ring.f_groups + 1):
+        worker = ring.around(ring.last_f, place)
+        group = worker - ring.first_f
         there = [Cell(Stream.COMPUTE, Kind.HEAD, Phase.F, -1, chunk=group)]
         back = [Cell(ring.backward, Kind.HEAD, Phase.B, -1, chunk=group)]
         if worker != ring.last_f:
             there.insert(0, _pass(ring, Phase.F, worker, sends=False))
             back.append(_pass(ring, Phase.B, worker, sends=True))
-            following = ring.p + (place + 1) % ring.p
+            following = ring.around(worker, 1)
             if following != ring.last_f:
                 there.append(_pass(ring, Phase.F, following, sends=True))
                 back.insert(0, _pass(ring, Phase.B, following, sends=False))
@@ -172,8 +209,8 @@ def _spread_head(ring: Ring) -> list[Step]:
 
 def _pass(ring: Ring, phase: Phase, to: int, *, sends: bool) -> Cell:
     """One end of the P2P that leads the final rows to F-worker `to` (forward) or their gradients back from it."""
-    group = to - ring.p
-    before = ring.p + (group - 1) % ring.p
+    group = to - ring.first_f
+    before = ring.around(to, -1)
     sender = before if phase == Phase.F else to
     peer = (to if phase == Phase.F else before) if sends else sender
     return Cell(Stream.SEND if sends else Stream.RECV, Kind.P2P, phase, ring.layers - 1, chunk=group, peer=peer)

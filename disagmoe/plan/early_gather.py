@@ -33,18 +33,9 @@ def gather_early(program: Program) -> Program:
     used = np.isin(program.kind, _USES) & (program.phase == int(Phase.F))
     places = np.unique(np.stack([program.worker[used], program.layer[used]], axis=1), axis=0)
     places = places[np.isin(places[:, 0], program.worker[at_end])]
-    rows = np.full((places.shape[0], len(COLUMNS)), -1, dtype=np.int32)
-    values = {
-        "worker": places[:, 0],
-        "stream": int(Stream.SYNC),
-        "kind": int(Kind.GRAD_SYNC),
-        "phase": int(Phase.F),
-        "layer": places[:, 1],
-        "chunk": 0,
-        "replica": 0,
-    }
-    for name, value in values.items():
-        rows[:, COLUMNS.index(name)] = value
+    same = {"stream": Stream.SYNC, "kind": Kind.GRAD_SYNC, "phase": Phase.F, "chunk": 0, "replica": 0}
+    rows = np.array([[int(same.get(name, -1)) for name in COLUMNS]] * places.shape[0], dtype=np.int32)
+    rows[:, [COLUMNS.index("worker"), COLUMNS.index("layer")]] = places
     return Program.from_table(
         np.concatenate([rows, table[~at_end]]),
         n_workers=program.n_workers,

@@ -156,7 +156,11 @@ class StepRunner:
         return StepResult(self._report(sums), math.sqrt(sums.square_norm), self._sync.clip_factor, sums, record)
 
     def values(self) -> dict[str, Tensor]:
-        """Global name -> view of every parameter and buffer this rank holds (some rows of one: `name[first:last]`)."""
+        """Global name -> view of every parameter and buffer this rank holds (some rows of one: `name[first:last]`).
+
+        Collective where the plan gathers parameters early.
+        """
+        self._sync.settle()
         return {
             piece.label if isinstance(piece, Fragment) else name: piece.value
             for name, piece in self.holdings.pieces().items()

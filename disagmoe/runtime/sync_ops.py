@@ -10,6 +10,10 @@ workers can wait for each other crosswise.
 OPTIM begins with one small sum over all ranks (gradient norm, losses, expert
 counts). With it every rank clips alike, and the correction biases of the routers
 move once, by global counts.
+
+Where a Program gathers early, updated parameters are handed round at the start of the
+next step, what several workers hold together first; `settle` does it where there is
+no next step.
 """
 
 from __future__ import annotations
@@ -42,8 +46,11 @@ class SyncOps:
         self._optimizer = optimizer
         self._bias_rate = bias_rate
         program = site.plan.program
-        self._reduce = self._assign(sync_layers(program, site.me.worker, Phase.B))
-        self._gather = self._assign(sync_layers(program, site.me.worker, Phase.F))
+        self._early_gather = program.early_gather
+        self._stale = False
+        reduces, gathers = (sync_layers(program, site.me.worker, phase) for phase in (Phase.B, Phase.F))
+        self._reduce = self._assign(reduces, reduces[-1:])
+        self._gather = self._assign(gathers, gathers[:1] if program.early_gather else gathers[-1:])
         self.clip_factor = 1.0
         self.sums: Sums | None = None
 
@@ -61,6 +68,13 @@ class SyncOps:
             for bucket in self._gather.get(op.layer, ()):
                 bucket.gather()
 
+    def settle(self) -> None:
+        """Hand round what the last update left on its shards, if there is any. Collective."""
+        if self._stale:
+            for bucket in self._buckets:
+                bucket.gather()
+        self._stale = False
+
     def optimize(self, tally: Tally) -> float:
         """Sum over the world, check, update; returns when the others had arrived."""
         self.sums = tally.read(sum_over_world(tally.vector(self._square_norm())))
@@ -69,6 +83,7 @@ class SyncOps:
         if self._optimizer is not None:
             self.clip_factor = self._optimizer.recipe.clip_factor(math.sqrt(self.sums.square_norm))
             self._optimizer.update(self.clip_factor)
+            self._stale = self._early_gather
             self._move_biases(self.sums)
         return arrived
 
@@ -88,15 +103,15 @@ class SyncOps:
             if bias is not None and self._bias_rate:
                 update_correction_bias(bias, sums.counts[layer].to(bias.device), self._bias_rate)
 
-    def _assign(self, rows: list[int]) -> dict[int, list[Bucket]]:
-        """Buckets by the layer of the row that handles them."""
+    def _assign(self, rows: list[int], of_several: list[int]) -> dict[int, list[Bucket]]:
+        """Buckets by the layer of the row that handles them; `of_several` is that of what several workers hold."""
         assigned: dict[int, list[Bucket]] = {layer: [] for layer in rows}
         for bucket in self._buckets:
             layer = bucket.share.layer
             if not rows:
                 raise ValueError(f"worker {self._site.me.worker} has parameters and no GRAD_SYNC for them")
             if _together(bucket)[0] or (layer not in assigned and -1 not in assigned):
-                layer = rows[-1]
+                (layer,) = of_several
             assigned[layer if layer in assigned else -1].append(bucket)
         return assigned
 
