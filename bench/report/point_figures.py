@@ -224,7 +224,7 @@ def batch_figure(record: Record, points: Sequence[Point]) -> Figure:
                 axes.annotate(
                     SHORT[str(point["status"])], where, (0, 4), textcoords="offset points", ha="center", fontsize=7
                 )
-        _log_ticks(axes, sorted({float(p["at"]["batch"]) for p in mine}), "global batch, × 8,388,608 tokens")
+        _log_ticks(axes, sorted({float(p["at"]["batch"]) for p in mine}), "global batch ÷ the default one")
 
     text = (
         f"Grey band: the paper (measured), {published} over its models and lengths; its batch is not known."
