@@ -70,7 +70,7 @@ def _introduction(runs: Sequence[Results], studies: Sequence[Record]) -> Iterato
     if any((run.get("settings") or {}).get("plans_from") for run in large):
         yield (
             f"At the larger batch no new search is made: the best {KEPT} plans of every system at the default batch are"
-            " simulated again there. Filling and draining weighs more on some systems than on others, hence two batches."
+            " simulated again there. Filling and draining weighs more on some than on others, hence the second batch."
         )
     for calibration in dict.fromkeys(str(run["calibration"]) for run in runs):
         yield f"Calibration {calibration}: " + _about(calibration)
