@@ -69,7 +69,8 @@ MEGATRON = Peer(
     install="pip install -e '.[megatron]' (a wheel; nothing is compiled)",
     covers="GPTModel, all-to-all dispatcher, router, 1F1B plain and interleaved, EP overlap (combined 1F1B), DDP, "
     "distributed optimizer; pp, virtual stages, ep, expert replicas, uneven layer splits",
-    on_cpu="fp32 and bf16, gloo, through baselines/native/megatron/compat.py; EP overlap changes the order and hides nothing",
+    on_cpu="fp32 and bf16, gloo, through baselines/native/megatron/compat.py; EP overlap changes the order, nothing is "
+    "hidden",
     on_gpu="fp32 and bf16, NCCL, without the CPU answers; never run by us",
     limits="TP, CP, recompute, FP8, grouped GEMM, Transformer Engine layers",
 )

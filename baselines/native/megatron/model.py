@@ -1,12 +1,11 @@
 """Megatron-Core's GPTModel for a ModelSpec of ours.
 
-Decides which models the adapter covers (`uncovered` names what it does not) and the
-Megatron configuration of those: RMSNorm, rotary positions, grouped queries with or
-without head norms, gated MLPs without biases, softmax or sigmoid routers, shared
-experts, dense layers anywhere, the all-to-all dispatcher, local experts one after the
-other (SequentialMLP: the grouped kernels need CUDA and Transformer Engine), layers split
-over stages exactly as our Program splits them. Megatron is given every fact explicitly:
-its defaults differ between versions.
+Decides the Megatron configuration of the models that are covered (`coverage.py`):
+RMSNorm, rotary positions, grouped queries with or without head norms, gated MLPs without
+biases, softmax or sigmoid routers, shared experts, dense layers anywhere, the all-to-all
+dispatcher, local experts one after the other (SequentialMLP: the grouped kernels need
+CUDA and Transformer Engine), layers split over stages exactly as our Program splits them.
+Megatron is given every fact explicitly: its defaults differ between versions.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ from megatron.core.transformer.module import Float16Module
 from torch import nn
 from torch.nn.functional import silu
 
+from baselines.native.coverage import normalised, require_covered
+from baselines.native.peers import MEGATRON
 from disagmoe.model.conventions import conventions_of
 from disagmoe.specs import ModelSpec
 
@@ -76,38 +77,6 @@ class Shape:
         return self.virtual > 1
 
 
-def uncovered(spec: ModelSpec) -> list[str]:
-    """What `spec` has that this adapter does not hand to Megatron-Core; empty: covered."""
-    rules = conventions_of(spec)
-    found = {
-        "latent attention (MLA)": spec.mla is not None,
-        "attention biases": spec.attention_bias,
-        "attention sinks": spec.sinks,
-        "sliding windows": bool(spec.windowed_layers),
-        "router biases": spec.router_bias,
-        "expert biases": spec.expert_bias,
-        "a clamped activation": rules.activation_limit is not None,
-        "a tied head": spec.tied,
-        "a correction bias": spec.correction_bias,
-        "group-limited routing": spec.topk_group < spec.n_group,
-        "normalised weights of one expert": spec.top_k == 1 and _normalised(spec),
-        "sigmoid scores that are not normalised": spec.scoring == "sigmoid" and not spec.norm_topk_prob,
-        "multi-token prediction": spec.mtp_layers > 0,
-    }
-    return [what for what, there in found.items() if there]
-
-
-def check_covered(spec: ModelSpec) -> None:
-    """Raise ValueError where `spec` is not covered."""
-    if missing := uncovered(spec):
-        raise ValueError(f"model {spec.name}: the Megatron-Core adapter does not cover {', '.join(missing)}")
-
-
-def _normalised(spec: ModelSpec) -> bool:
-    """Whether the weights of the chosen experts sum to the scaling factor."""
-    return spec.scoring == "softmax_after_topk" or spec.norm_topk_prob
-
-
 def type_of(precision: str) -> torch.dtype:
     """The type of Megatron's parameters; bf16 has fp32 gradients and fp32 copies in the optimizer."""
     if precision not in _TYPES:
@@ -119,7 +88,7 @@ def transformer_config(
     spec: ModelSpec, shape: Shape, device: torch.device, precision: str = "fp32"
 ) -> TransformerConfig:
     """Megatron's configuration of `spec`, to run on `device`."""
-    check_covered(spec)
+    require_covered(MEGATRON, spec)
     if [layer for stage in shape.stage_layers for layer in stage] != list(range(spec.layers)):
         raise ValueError(f"the stages must hold layers 0 to {spec.layers - 1} once each, in order")
     rules = conventions_of(spec)
@@ -158,7 +127,7 @@ def _experts(spec: ModelSpec, shape: Shape) -> dict[str, object]:
         "moe_router_topk": spec.top_k,
         "moe_router_score_function": "sigmoid" if spec.scoring == "sigmoid" else "softmax",
         # Softmax over the chosen logits is softmax over all, normalised over the chosen.
-        "moe_router_pre_softmax": not _normalised(spec),
+        "moe_router_pre_softmax": not normalised(spec),
         "moe_router_topk_scaling_factor": None if spec.routed_scaling_factor == 1.0 else spec.routed_scaling_factor,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,

@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from baselines.native.coverage import normalised, require_covered
+from baselines.native.peers import TUTEL
 from baselines.native.slot import Slot
 from baselines.tutel import ALGORITHMS, DEGREES, capacity
 from disagmoe.model import Blueprint, Piece
 from disagmoe.model.block import AttentionPart, ExpertPart
-from disagmoe.model.conventions import conventions_of
 from disagmoe.model.embedding import EmbeddingPart
 from disagmoe.model.experts import Mlp
 from disagmoe.model.head import HeadPart
@@ -58,29 +59,6 @@ class TutelOptions:
         return capacity(tokens, spec.experts, spec.top_k, abs(self.capacity_factor), 1.0, self.degree)
 
 
-def uncovered(spec: ModelSpec) -> list[str]:
-    """What `spec` has that Tutel's gate and experts do not; empty: covered."""
-    normalised = spec.scoring == "softmax_after_topk" or spec.norm_topk_prob
-    found = {
-        "sigmoid scores": spec.scoring == "sigmoid",
-        "router biases": spec.router_bias,
-        "expert biases": spec.expert_bias,
-        "a correction bias": spec.correction_bias,
-        "group-limited routing": spec.topk_group < spec.n_group,
-        "a clamped activation": conventions_of(spec).activation_limit is not None,
-        "normalised weights of one expert": spec.top_k == 1 and normalised,
-        "an odd hidden size": spec.hidden % 2 == 1,
-        "a tied head": spec.tied,
-    }
-    return [what for what, there in found.items() if there]
-
-
-def check_covered(spec: ModelSpec) -> None:
-    """Raise ValueError where `spec` is not covered."""
-    if missing := uncovered(spec):
-        raise ValueError(f"model {spec.name}: the Tutel adapter does not cover {', '.join(missing)}")
-
-
 class TutelFfn(nn.Module):
     """The FFN half of an MoE layer: norm, Tutel's layer on the gate of `attention`, shared experts, residual."""
 
@@ -104,7 +82,7 @@ class TutelFfn(nn.Module):
                 model_dim=spec.hidden,
                 a2a_ffn_overlap_degree=options.degree,
                 use_2dh=options.algorithm == "2dh",
-                normalize_gate=spec.scoring == "softmax_after_topk" or spec.norm_topk_prob,
+                normalize_gate=normalised(spec),
             )
             .to(blueprint.device)
         )
@@ -122,7 +100,7 @@ class TutelModel(nn.Module):
 
     def __init__(self, spec: ModelSpec, options: TutelOptions, device: torch.device) -> None:
         super().__init__()
-        check_covered(spec)
+        require_covered(TUTEL, spec)
         self.spec, self.rank, self.ranks = spec, dist.get_rank(), dist.get_world_size()
         if spec.experts % self.ranks:
             raise ValueError(f"Tutel needs the ranks to divide the experts: {spec.experts} experts, {self.ranks} ranks")

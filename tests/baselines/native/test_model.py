@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from baselines.native.coverage import megatron_lacks, require_covered
+from baselines.native.peers import MEGATRON
 from disagmoe.runtime.child import Context
 from disagmoe.runtime.cut import Cut
 from disagmoe.specs import load_model
@@ -14,7 +16,7 @@ from tests.baselines.native import needs_megatron
 
 needs_megatron()
 
-from baselines.native.megatron.model import Shape, check_covered, transformer_config, uncovered  # noqa: E402
+from baselines.native.megatron.model import Shape, transformer_config  # noqa: E402
 from baselines.native.megatron.schedule import MegatronRunner  # noqa: E402
 from baselines.native.megatron.weights import _attention  # noqa: E402
 from baselines.native.slot import Slot  # noqa: E402
@@ -30,7 +32,7 @@ def context(world_size: int = 1) -> Context:
 
 @pytest.mark.parametrize("name", ["tiny", "qwen3", "qwen3_30b", "mixtral_8x7b", "deepseek_moe", "deepseek_moe_16b"])
 def test_shipped_models_of_these_families_are_covered(name: str) -> None:
-    assert uncovered(load_model(name)) == []
+    assert megatron_lacks(load_model(name)) == []
 
 
 @pytest.mark.parametrize(
@@ -44,12 +46,12 @@ def test_shipped_models_of_these_families_are_covered(name: str) -> None:
 )
 def test_others_are_refused_by_name(family: str, named: str) -> None:
     with pytest.raises(ValueError, match=f"model small: the Megatron-Core adapter does not cover {named}"):
-        check_covered(FAMILIES[family])
+        require_covered(MEGATRON, FAMILIES[family])
 
 
 def test_one_expert_per_token_is_covered_where_its_weight_is_the_score() -> None:
-    assert uncovered(replace(BASE, top_k=1, norm_topk_prob=False)) == []
-    assert uncovered(replace(BASE, top_k=1)) == ["normalised weights of one expert"]
+    assert megatron_lacks(replace(BASE, top_k=1, norm_topk_prob=False)) == []
+    assert megatron_lacks(replace(BASE, top_k=1)) == ["normalised weights of one expert"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baselines.native.tutel.model import TutelOptions, check_covered, uncovered
+from baselines.native.coverage import require_covered, tutel_lacks
+from baselines.native.peers import TUTEL
+from baselines.native.tutel.model import TutelOptions
 from baselines.native.tutel.trainer import TutelRunner
 from disagmoe.runtime.child import Context
 from disagmoe.runtime.cut import Cut
@@ -17,7 +19,7 @@ from tests.model.shapes import BASE, FAMILIES
 
 @pytest.mark.parametrize("name", ["tiny", "qwen3", "mixtral_8x7b", "deepseek_moe", "deepseek_v2_lite"])
 def test_shipped_models_of_these_families_are_covered(name: str) -> None:
-    assert uncovered(load_model(name)) == []
+    assert tutel_lacks(load_model(name)) == []
 
 
 @pytest.mark.parametrize(
@@ -31,11 +33,11 @@ def test_shipped_models_of_these_families_are_covered(name: str) -> None:
 )
 def test_others_are_refused_by_name(family: str, named: str) -> None:
     with pytest.raises(ValueError, match=f"model small: the Tutel adapter does not cover {named}$"):
-        check_covered(FAMILIES[family])
+        require_covered(TUTEL, FAMILIES[family])
 
 
 def test_odd_widths_and_single_normalised_experts() -> None:
-    assert uncovered(replace(BASE, hidden=13, top_k=1)) == ["normalised weights of one expert", "an odd hidden size"]
+    assert tutel_lacks(replace(BASE, hidden=13, top_k=1)) == ["normalised weights of one expert", "an odd hidden size"]
 
 
 def test_options_are_those_of_the_planner() -> None:
