@@ -129,7 +129,7 @@ def af_pipe_program(
             raise ValueError(f"AF-Pipe in_flight {limits}: needs one bound per worker, at least {held} for this order")
     if not ring.spread:
         (worker,) = ring.head_workers
-        orders[worker] = _with_head(orders[worker], ring.slot(worker), ring.chunks)
+        orders[worker] = with_head(orders[worker], ring.slot(worker), ring.chunks)
     steps = ring_steps(ring)
     tail: list[TailRow] = []
     for w, own in enumerate(orders):
@@ -167,7 +167,7 @@ def _held(order: StageOrder, ring: Ring, worker: int) -> int:
     return max(1, peak_in_flight(StageOrder(order.phase[exists], order.chunk[exists], order.microbatch[exists])))
 
 
-def _with_head(order: StageOrder, last_chunk: int, head_chunk: int) -> StageOrder:
+def with_head(order: StageOrder, last_chunk: int, head_chunk: int) -> StageOrder:
     """The order of the worker with the output head, the head being a chunk of its own.
 
     Forward and backward of the head are one action (so one micro-batch's logits

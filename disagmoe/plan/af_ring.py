@@ -113,6 +113,8 @@ class Ring(NamedTuple):
 
     def slot(self, worker: int) -> int:
         """Chunk of this head worker that the head, were it a layer, would be."""
+        if self.ffn:
+            return self.ffn.count(worker)
         if not self.spread:
             return (self.layers - 1 + (self.head == "next_a")) // self.p
         return (self.layers + (worker - self.layers) % self.p) // self.p
@@ -184,7 +186,8 @@ def _whole_head(ring: Ring) -> Step:
         from_experts = Cell(Stream.RECV, Kind.COMBINE, Phase.F, ring.layers - 1, peer=ring.last_f)
         to_experts = Cell(Stream.SEND, Kind.COMBINE, Phase.B, ring.layers - 1, peer=ring.last_f)
         cells = [from_experts, *cells, to_experts]
-    return Step((worker, int(Phase.F), ring.chunks), cells)
+    chunk = ring.slot(worker) if ring.ffn else ring.chunks
+    return Step((worker, int(Phase.F), chunk), cells)
 
 
 def _spread_head(ring: Ring) -> list[Step]:
