@@ -7,6 +7,7 @@ share a picture. Sequence lengths are spaced evenly, as the field draws them.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 Record = Mapping[str, Any]
 Key = tuple[str, str, str]
 """Backend, cluster and calibration."""
+LONGEST = 80
+"""Characters of settings in a file name."""
 USUAL_SIZE = 23
 """log2 of the tokens of the default batch, which file names need not tell."""
 
@@ -110,13 +113,19 @@ def by_sequence(results_dir: Path, frame: pd.DataFrame) -> list[Path]:
         for (key, settings, size), group in sorted(groups.items(), key=lambda item: item[0]):
             panels, superseded = make_panels(group)
             extras = [] if size == USUAL_SIZE else [f"{2**size / 1e6:.3g}M-tokens"]
-            extras += [settings[:80]] if settings else []
+            extras += [_short(settings)] if settings else []
             for metric in METRICS:
                 stem = re.sub(r"[^A-Za-z0-9._-]+", "-", "_".join(("by_sequence", metric.name, *key, *extras)))
                 pair = [results_dir / f"{stem}.{suffix}" for suffix in ("png", "svg")]
                 save(draw_metric(metric, panels, group, key, superseded), *pair)
                 paths += pair
     return paths
+
+
+def _short(settings: str) -> str:
+    """Settings for a file name; long ones are cut, and told apart by a digest."""
+    digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
+    return settings if len(settings) <= LONGEST else f"{settings[: LONGEST - 9]}-{digest}"
 
 
 def _size_class(row: Record) -> int:

@@ -108,6 +108,16 @@ def test_batches_and_settings_have_pictures_of_their_own(tmp_path: Path) -> None
     assert len(paths) == 3 * 8
 
 
+def test_long_settings_that_begin_alike_have_pictures_of_their_own(tmp_path: Path) -> None:
+    one, other = runs(4096), runs(4096)
+    for rows, end in ((one, "n:16"), (other, "n:32")):
+        for row in rows:
+            row["settings"] = "system.disagmoe.order=comm_stage " * 4 + end
+    paths = by_sequence(tmp_path, pd.DataFrame([*one, *other]))
+    assert len(set(paths)) == len(paths) == 2 * 8
+    assert max(len(path.name) for path in paths) < 200
+
+
 def test_a_frame_read_from_csv_will_do(tmp_path: Path) -> None:
     """Empty cells come back as NaN and counts as floats."""
     pd.DataFrame(runs(4096)).to_csv(tmp_path / "summary.csv", index=False)
