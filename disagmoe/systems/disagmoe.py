@@ -84,11 +84,17 @@ class DisagMoE:
         if self.p is not None and self.p > problem.model.layers:
             raise NotApplicable(f"p={self.p} groups of each pool: at most one per layer, {problem.model.layers} here")
         sizes = self._expert_sizes(problem)
+        placed = False
         # An EP size that was asked for is kept wherever it fits; a free one is all one tier.
         for tier, tried in enumerate([sizes] if problem.ep is None else [[n] for n in sizes]):
             splits = [{"tier": tier, **c} for n in tried for c in self._of_size(problem, n)]
             for split in shortlist(problem, splits):
+                placed = True
                 yield from self._extremes(problem, split)
+        if not placed:
+            asked = [f"{k}={getattr(self, k)}" for k in ("p", "dp", "m", "n", "nics") if getattr(self, k) is not None]
+            room = f"{cluster.gpus} GPUs in {cluster.nodes} node{'s' * (cluster.nodes > 1)}"
+            raise NotApplicable(f"{', '.join(asked) or 'no split'}: no place in {room}")
 
     def _extremes(self, problem: Problem, split: Candidate) -> Iterator[Candidate]:
         """The forms of a split that are the fastest as a rule, and the one that holds the least.
