@@ -342,6 +342,6 @@ def test_more_groups_than_layers_are_refused() -> None:
 def test_sizes_without_a_place_are_named() -> None:
     """Half of 32 GPUs is 16: 20 attention GPUs fit no half, but fit where pools take whole nodes."""
     small = problem("deepseek_moe", "h800_32", global_batch=1024)
-    with pytest.raises(NotApplicable, match="^p=1, m=20, n=12, nics=halves: no place in 32 GPUs in 4 nodes$"):
+    with pytest.raises(NotApplicable, match=r"^p=1, m=20, n=12, nics=halves: no place in 32 GPUs in 4 nodes$"):
         list(DisagMoE(p=1, m=20, n=12, nics="halves").candidates(small))
     assert list(DisagMoE(p=1, m=20, n=12).candidates(small))
