@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
+from bench.claims import points
+from bench.config import RunConfig, resolve
 from bench.study import AXES, study_from_mapping
 from disagmoe.specs import load_model
 from tests.bench.helpers import CONF, config
@@ -38,6 +42,36 @@ def test_shipped_studies_are_valid(name: str) -> None:
     made = study_from_mapping(mapping["study"], load_model("qwen3"))
     assert [axis for axis, _ in made.axes] == list(AXES[made.kind])
     assert config(study=mapping["study"]).study is not None
+
+
+def composed(name: str) -> RunConfig:
+    """What `experiment=<name>` makes of the configuration, at full depth."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        made = compose("config", [f"experiment={name}", "depth=full"], return_hydra_config=True)
+    choices = {str(key): value for key, value in made.hydra.runtime.choices.items()}
+    plain = OmegaConf.to_container(OmegaConf.masked_copy(made, [key for key in made if key != "hydra"]), resolve=True)
+    assert isinstance(plain, dict)
+    return resolve({str(key): value for key, value in plain.items()}, choices)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "cluster", "count"),
+    [
+        ("ratio_sweep", "deepseek_moe", "h800_32", 10 * 2 * 4),  # ratios, rules for the NICs, lengths
+        ("virtual_stages", "qwen3", "h800_128", 7 * 3),  # depths, models
+        ("topk_ep", "deepseek_moe", "h800_128", 4 * 4),
+        ("microbatches", "qwen3", "h800_128", 6 * 3),
+        ("paper_claims", "qwen3", "h800_128", 3 * 5 * 2 + 4 * 3 + 3 * 8),
+    ],
+)
+def test_presets_compose_to_their_points(name: str, model: str, cluster: str, count: int) -> None:
+    run = composed(name)
+    assert run.study is not None
+    assert run.study.kind == name.replace("paper_", "")
+    assert (run.model.name, run.cluster.name, run.views) == (model, cluster, ("native",))
+    found = points(run)
+    assert len(found) == count
+    assert len({(p.config.model.name, p.config.workload.seq, p.axis, p.setting) for p in found}) == count
 
 
 @pytest.mark.parametrize(
