@@ -66,8 +66,8 @@ class MegatronRunner:
         with compat.on(self._device):
             start_parallel(shape)
             self._config = transformer_config(spec, shape, self._device, precision)
-            self._chunks = build_chunks(spec, self._config, shape, cut.seq, self._device)
-            self._optimizer = _optimizer(self._chunks, recipe, precision) if recipe else None
+            self.chunks = build_chunks(spec, self._config, shape, cut.seq, self._device)
+            self._optimizer = _optimizer(self.chunks, recipe, precision) if recipe else None
             self.slots = self._slots()
             self.load({name: slot.start(name, spec, seed) for name, slot in self.slots.items()})
 
@@ -89,7 +89,7 @@ class MegatronRunner:
 
     def gradients(self) -> dict[str, Tensor]:
         """As `values`, the complete gradients. Collective; for inspection."""
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 for bucket in buffer.buckets:
                     _gather(bucket.grad_data, buffer.data_parallel_group)
@@ -110,20 +110,20 @@ class MegatronRunner:
 
     def _slots(self) -> dict[str, Slot]:
         first = local_experts(self.spec, self.shape).start
-        return {name: slot for c in self._chunks for name, slot in slots_of(unwrapped(c), self.spec, first).items()}
+        return {name: slot for c in self.chunks for name, slot in slots_of(unwrapped(c), self.spec, first).items()}
 
     def _step(self, fetch: Fetch) -> NativeStep:
-        recorder = Recorder([unwrapped(chunk) for chunk in self._chunks], combined=self.shape.overlap)
+        recorder = Recorder([unwrapped(chunk) for chunk in self.chunks], combined=self.shape.overlap)
         self._config.timers = recorder
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             chunk.zero_grad_buffer()
         batches = [self._inputs(fetch, microbatch) for microbatch in range(self.cut.microbatches)]
         many = self.shape.interleaved
         begin_s = time.perf_counter()
         losses = get_forward_backward_func()(
             forward_step_func=partial(_forward, recorder),
-            data_iterator=[enumerate(batches) for _ in self._chunks] if many else enumerate(batches),
-            model=self._chunks if many else self._chunks[0],
+            data_iterator=[enumerate(batches) for _ in self.chunks] if many else enumerate(batches),
+            model=self.chunks if many else self.chunks[0],
             num_microbatches=self.cut.microbatches,
             seq_length=self.cut.seq,
             micro_batch_size=self._sequences,
