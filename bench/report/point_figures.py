@@ -58,6 +58,19 @@ def _model(record: Record, name: str) -> str:
     return f"{found['title']}, {found['layers']} of {found['of']} layers"
 
 
+def _place(point: Point) -> tuple[str, int]:
+    """What the points of one panel share."""
+    return str(point["model"]), int(point["seq"])
+
+
+def _places(points: Sequence[Point]) -> list[tuple[str, int]]:
+    return list(dict.fromkeys(_place(point) for point in points))
+
+
+def _titled(record: Record, place: tuple[str, int]) -> str:
+    return f"{_model(record, place[0])}, seq {length(place[1])}"
+
+
 def _origin(record: Record) -> str:
     where = f"{ORIGIN[str(record['backend'])]} on {record['cluster']['name']}"
     return f"{where} (calibration {record['calibration']}), {record['view']} view"
@@ -121,28 +134,27 @@ def _ticks(axes: Axes, columns: Sequence[str], rows: Sequence[str]) -> None:
 
 
 def top_k_figure(record: Record, points: Sequence[Point]) -> Figure:
-    """Speed-up over the reference, top-k over the expert-parallel size; one panel per model."""
-    models = list(dict.fromkeys(str(p["model"]) for p in points))
+    """Speed-up over the reference, top-k over the expert-parallel size; one panel per model and length."""
+    places = _places(points)
     ks = sorted({int(p["at"]["top_k"]) for p in points})
     sizes = sorted({int(p["at"]["ep"]) for p in points})
-    at = {(str(p["model"]), int(p["at"]["top_k"]), int(p["at"]["ep"])): p for p in points}
-    width, height = max(5.6 if len(models) == 1 else 3.6, 1.05 * len(sizes)), 0.5 * len(ks)
-    across = LEFT + len(models) * width + (len(models) - 1) * GAP + 0.3
+    at = {(_place(p), int(p["at"]["top_k"]), int(p["at"]["ep"])): p for p in points}
+    width, height = max(5.6 if len(places) == 1 else 3.6, 1.05 * len(sizes)), 0.5 * len(ks)
+    across = LEFT + len(places) * width + (len(places) - 1) * GAP + 0.3
     figure = canvas(max(7.4, across), TOP + FOOT + height + 0.3)
     norm = gain_norm(p["speedup_over_reference"] for p in points)
-    for column, model in enumerate(models):
+    for column, place in enumerate(places):
         axes = axes_at(figure, LEFT + column * (width + GAP), FOOT + 0.3, width, height)
-        here = [[at[model, k, ep] for ep in sizes] for k in ks]
+        here = [[at[place, k, ep] for ep in sizes] for k in ks]
         gains = [[p["speedup_over_reference"] for p in line] for line in here]
         draw_cells(axes, gains, [[_top_k_cell(p) for p in line] for line in here], norm)
         _ticks(axes, [str(ep) for ep in sizes], [str(k) for k in ks])
-        axes.set_title(_model(record, model), loc="left", fontsize=9)
+        axes.set_title(_titled(record, place), loc="left", fontsize=9)
         axes.set_xlabel("expert-parallel size asked for")
         axes.set_ylabel("top-k" if column == 0 else "")
     claim = next(claim for claim in paper.CLAIMS if "top-k" in claim.text)
     published = paper.range_text({"low": claim.low, "high": claim.high, "unit": claim.unit})
-    seqs = ", ".join(length(seq) for seq in sorted({int(p["seq"]) for p in points}))
-    headline(figure, f"Step of {REFERENCE} ÷ step of disagmoe, by top-k and EP", f"seq {seqs} · {_origin(record)}")
+    headline(figure, f"Step of {REFERENCE} ÷ step of disagmoe, by top-k and EP", _origin(record))
     text = f"The paper (measured; sequence length not stated): {published} over all its top-k and EP sizes, 64 experts."
     footer(figure, _note(record, f"{text}\nEP n: the size disagmoe took where the one asked for does not fit."))
     return figure
@@ -242,17 +254,16 @@ def _panels(
     label: str,
     text: str,
 ) -> Figure:
-    """One panel per model, side by side."""
-    models = list(dict.fromkeys(str(p["model"]) for p in points))
-    figure = canvas(max(9.0, 0.8 + len(models) * PANEL_W + (len(models) - 1) * 0.65 + 0.3), TOP + PANEL_H + FOOT + 0.25)
-    for column, name in enumerate(models):
+    """One panel per model and length, side by side."""
+    places = _places(points)
+    figure = canvas(max(9.0, 0.8 + len(places) * PANEL_W + (len(places) - 1) * 0.65 + 0.3), TOP + PANEL_H + FOOT + 0.25)
+    for column, place in enumerate(places):
         axes = axes_at(figure, 0.8 + column * (PANEL_W + 0.65), FOOT + 0.15, PANEL_W, PANEL_H)
-        panel(axes, [p for p in points if p["model"] == name])
-        axes.set_title(_model(record, name), loc="left", fontsize=8.5)
+        panel(axes, [p for p in points if _place(p) == place])
+        axes.set_title(_titled(record, place), loc="left", fontsize=8.5)
         axes.set_ylabel(label if column == 0 else "")
         axes.grid(axis="y")
-    seqs = ", ".join(length(seq) for seq in sorted({int(p["seq"]) for p in points}))
-    headline(figure, title, f"seq {seqs} · {_origin(record)}")
+    headline(figure, title, _origin(record))
     footer(figure, _note(record, text))
     return figure
 
