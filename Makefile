@@ -25,7 +25,7 @@ COMMON = $(call override_of,CLUSTER,cluster) $(if $(strip $(SYSTEMS)),'systems=[
 	$(call override_of,TRANSPORT,transport) $(call override_of,CALIBRATION,calibration) \
 	$(call override_of,BACKEND,backend) $(call override_of,IMPL,impl) $(ARGS)
 
-.PHONY: help bench advise sweep sweep-paper sensitivity example collect train test test-slow lint microbench clean
+.PHONY: help bench advise sweep sweep-paper sensitivity example collect calibrate train test test-slow lint microbench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -33,7 +33,10 @@ help: ## this list
 	@echo "  Variables: MODEL SEQ CLUSTER SYSTEMS TRANSPORT CALIBRATION BACKEND IMPL, and ARGS for any other override."
 	@echo "  Example:   make bench MODEL=qwen3 SEQ=32k SYSTEMS=disagmoe,tutel ARGS=\"batch=1024\""
 
-bench: $(VENV)/.core ## compare the systems: make bench MODEL=qwen3 SEQ=32k
+# Real processes need torch.
+NEEDS = $(VENV)/$(if $(filter emulate measure,$(BACKEND)),.dev,.core)
+
+bench: $(NEEDS) ## compare the systems: make bench MODEL=qwen3 SEQ=32k
 	@$(PY) -m bench $(OVERRIDES)
 
 advise: $(VENV)/.core ## does disaggregation pay: make advise MODEL=qwen3 SEQ=32k (SEQ=4k,32k ARGS=nic_gbit=100,400: a map)
@@ -67,6 +70,9 @@ example: $(VENV)/.core ## results/example/ and the README's headline table, from
 
 collect: $(VENV)/.core ## results/summary.{md,csv} and the by-sequence figures from all runs
 	@$(PY) -m bench.collect
+
+calibrate: $(VENV)/.dev ## measure this machine (CPU, GPUs, or torchrun's ranks): conf.local/calibration/local.yaml
+	@$(PY) -m bench.calibrate $(call override_of,MODEL,model) $(ARGS)
 
 train: $(VENV)/.dev ## train a model on this machine: make train ARGS="preset=text path=README.md"; ARGS=help lists all
 	@$(PY) -m disagmoe.train $(call override_of,MODEL,model) $(call override_of,SEQ,seq) $(ARGS)

@@ -1,0 +1,142 @@
+"""Steps that a calibration is read from: one micro-batch at a time, so that nothing overlaps.
+
+Decides which plans are run (Megatron-1F1B on one stage and DisagMoE on one ring, over
+all ranks) and what their timelines say: how long each operation computes, and how
+long an exchange keeps what comes after it waiting, from the end of the compute
+before it to the start of the compute behind it. That is the host's work included.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+
+import numpy as np
+
+from baselines.registry import get_system
+from disagmoe.cost.calibration import Calibration
+from disagmoe.cost.model import CostModel
+from disagmoe.ops import COMPUTE_KINDS, COMPUTE_STREAMS, Kind, Phase
+from disagmoe.plan.plan import Plan
+from disagmoe.plan.pricing import LayoutCosts
+from disagmoe.plan.verify import verify
+from disagmoe.specs import ClusterSpec, ModelSpec, Workload
+from disagmoe.system import NotApplicable, Problem
+from disagmoe.timeline.timeline import Timeline
+
+SYSTEMS = ("megatron_1f1b", "disagmoe")
+FITTED = (Kind.EMBED, Kind.ATTN, Kind.FFN, Kind.HEAD)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One plan of one micro-batch per attention rank; `problem` prices it."""
+
+    plan: Plan
+    problem: Problem
+
+    @property
+    def sequences(self) -> int:
+        return self.problem.workload.global_batch
+
+
+@dataclass(frozen=True)
+class OpSample:
+    """Seconds of one operation of a case, the median over layers and steps; `share` of all samples of the case."""
+
+    case: Case
+    kind: Kind
+    phase: Phase
+    layer: int
+    seconds: float
+    share: float = 0.0
+
+
+def case_of(name: str, model: ModelSpec, cluster: ClusterSpec, calibration: Calibration, seq: int) -> Case:
+    """The first plan of a system with one micro-batch of one sequence. Raises NotApplicable where there is none."""
+    half = max(1, cluster.gpus // 2)
+    for batch in dict.fromkeys((cluster.gpus, half)):
+        work = Workload(seq=seq, global_batch=batch, micro_batch=1)
+        costs = CostModel(model, cluster, calibration, work)
+        system = get_system(name, **({"pp": 1} if name == "megatron_1f1b" else {}))
+        problem = Problem(model, cluster, work, costs, system.native_transport, "rank", half)
+        for candidate in system.candidates(problem):
+            layout = system.layout(problem, candidate)
+            if layout.batch.microbatches == 1 and layout.placement.gpus_used == cluster.gpus:
+                plan = Plan(layout, system.program(problem, layout))
+                verify(plan.program)
+                return Case(plan, problem)
+    raise NotApplicable(f"{name} has no plan of one micro-batch on {cluster.gpus} ranks")
+
+
+def op_samples(case: Case, timelines: Sequence[Timeline]) -> list[OpSample]:
+    """Compute and exchanges of a case, by kind and phase."""
+    found: dict[tuple[Kind, Phase], list[float]] = defaultdict(list)
+    layers: dict[tuple[Kind, Phase], int] = {}
+    for timeline in timelines:
+        for kind, phase, layer, seconds in (*_computes(timeline), *_exchanges(timeline)):
+            if seconds > 0.0:
+                found[kind, phase].append(seconds)
+                layers.setdefault((kind, phase), layer)
+    total = sum(fmean(values) * len(values) for values in found.values())
+    return [
+        OpSample(case, *key, layers[key], median(values), fmean(values) * len(values) / total)
+        for key, values in found.items()
+    ]
+
+
+def prices(samples: Sequence[OpSample], calibration: Calibration) -> list[float]:
+    """What the cost model says of the same operations under a calibration, seconds."""
+    return [_layout_costs(x, calibration).op(x.kind, x.phase, x.layer).seconds for x in samples]
+
+
+def nbytes(sample: OpSample, calibration: Calibration) -> tuple[float, float]:
+    """Bytes of an exchange on NVLink and on NICs."""
+    transfer = _layout_costs(sample, calibration).op(sample.kind, sample.phase, sample.layer)
+    return transfer.nvlink_bytes, transfer.nic_bytes
+
+
+def _layout_costs(sample: OpSample, calibration: Calibration) -> LayoutCosts:
+    problem = sample.case.problem
+    costs = CostModel(problem.model, problem.cluster, calibration, problem.workload)
+    return LayoutCosts(sample.case.plan.layout, costs)
+
+
+def _computes(timeline: Timeline) -> Iterator[tuple[Kind, Phase, int, float]]:
+    program = timeline.program
+    for row in np.flatnonzero(np.isin(program.kind, [int(kind) for kind in FITTED])).tolist():
+        op = program.op(row)
+        yield op.kind, op.phase, op.layer, float(timeline.end_s[row] - timeline.start_s[row])
+
+
+def _exchanges(timeline: Timeline) -> Iterator[tuple[Kind, Phase, int, float]]:
+    """Exchanges of MoE layers, from the compute before to the compute behind."""
+    program = timeline.program
+    compute = np.isin(program.stream, [int(s) for s in COMPUTE_STREAMS])
+    compute &= np.isin(program.kind, [int(kind) for kind in COMPUTE_KINDS])
+    at = {}
+    for row in np.flatnonzero(compute).tolist():
+        op = program.op(row)
+        at[op.kind, op.phase, op.layer, op.microbatch] = row
+    exchanged = {(op.layer, op.microbatch) for op in map(program.op, range(len(program))) if op.kind is Kind.DISPATCH}
+    last = program.n_layers - 1
+    for layer, b in sorted(exchanged):
+        behind = (Kind.ATTN, layer + 1) if layer < last else (Kind.HEAD, -1)
+        chain = (
+            (Kind.DISPATCH, Phase.F, (Kind.ATTN, layer), (Kind.FFN, layer)),
+            (Kind.COMBINE, Phase.F, (Kind.FFN, layer), behind),
+            (Kind.COMBINE, Phase.B, behind, (Kind.FFN, layer)),
+            (Kind.DISPATCH, Phase.B, (Kind.FFN, layer), (Kind.ATTN, layer)),
+        )
+        for kind, phase, before, after in chain:
+            first, then = at.get((before[0], phase, before[1], b)), at.get((after[0], phase, after[1], b))
+            if first is not None and then is not None:
+                yield kind, phase, layer, float(timeline.start_s[then] - timeline.end_s[first])
+
+
+def with_share(samples: Sequence[OpSample]) -> list[OpSample]:
+    """Shares over several cases: every case counts the same."""
+    cases = len({id(sample.case) for sample in samples})
+    return [replace(sample, share=sample.share / cases) for sample in samples]
