@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +20,7 @@ from bench.report.facts import Results, facts, row_label
 from bench.report.paper import compare
 from bench.report.tables import csv_text, markdown, print_tables
 from bench.selection import WHOLE, Selection
+from bench.side_by_side import in_order
 from disagmoe.plan.memory_report import MemoryReport
 from disagmoe.plan.plan import Layout
 from disagmoe.timeline.timeline import Timeline
@@ -63,8 +65,7 @@ def write(
 
     `artifacts` is "tables" (table.md, table.csv) or "all" (also the bar
     pictures, and one Gantt and one Perfetto trace per row that ran, both of the
-    part that `selection` names). `on_file` hears the name of every file before it is
-    made.
+    part that `selection` names). `on_file` hears which files come next.
     """
     if artifacts not in ARTIFACTS:
         raise ValueError(f"artifacts={artifacts!r}: allowed are {', '.join(ARTIFACTS)}")
@@ -84,40 +85,53 @@ def write(
 def _pictures(
     directory: Path, results: Results, evaluation: Drawables, hear: Callable[[str], None], selection: Selection
 ) -> list[Path]:
-    # Imported here so that tables need neither matplotlib's start-up time nor the trace writer.
+    # Imported here so that tables need no matplotlib, and before there are processes, so that it is loaded once.
     from bench.report.bars import write_bars
+
+    hear("speedup, breakdown")
+    paths = write_bars(results, directory)
+    drawn = [
+        (row, outcome)
+        for row, outcome in zip(results["rows"], evaluation.outcomes, strict=True)
+        if outcome.layout is not None and outcome.timeline is not None
+    ]
+    # A process that has executed plans may have threads, which do not survive a fork.
+    forked = all(outcome.timeline.origin == "simulated" for _, outcome in drawn if outcome.timeline is not None)
+    work = [partial(_pictures_of, directory, results, *pair, selection) for pair in drawn]
+    made = in_order(work, None if forked else 1)
+    for row, _ in drawn:
+        hear(f"timeline_{file_stem(row)}.png")
+        paths += next(made)
+    return paths
+
+
+def _pictures_of(
+    directory: Path, results: Results, row: Mapping[str, Any], outcome: Drawable, selection: Selection
+) -> list[Path]:
+    """Timeline, memory and trace of one row that ran."""
     from bench.report.gantt import write_gantt
     from bench.report.memory import write_memory
     from disagmoe.timeline.trace import write_trace
 
-    text = facts(results)
-    hear("speedup, breakdown")
-    paths = write_bars(results, directory)
-    for row, outcome in zip(results["rows"], evaluation.outcomes, strict=True):
-        if outcome.layout is None or outcome.timeline is None:
-            continue
-        stem, view = file_stem(row), str(row["view"])
-        hear(f"timeline_{stem}.png")
-        picture = directory / f"timeline_{stem}.png"
-        drawn = (outcome.timeline, outcome.layout, picture, selection)
-        paths.append(write_gantt(results, row_label(row), view, *drawn))
-        trace = directory / f"trace_{stem}.json.gz"
-        hear(trace.name)
-        if outcome.memory is not None:
-            hear(f"memory_{stem}.png")
-            paths += write_memory(
-                outcome.memory,
-                directory,
-                stem,
-                # The narrowest picture has room for about 75 characters.
-                subtitle=f"{row_label(row)}, {view} view · {results['model']['name']} · {text.sequence} · {text.where}",
-                limit_gib=float(row["memory_limit_gib"]),
-                device_gib=float(results["cluster"]["memory_gib"]),
-            )
-        title = f"{row_label(row)}, {view} view, {outcome.timeline.origin}, {results['model']['name']}"
-        write_trace(outcome.timeline, outcome.layout, trace, title, window_s=selection.window_s)
-        paths.append(trace)
-    return paths
+    if outcome.layout is None or outcome.timeline is None:
+        return []
+    text, stem, view = facts(results), file_stem(row), str(row["view"])
+    picture = directory / f"timeline_{stem}.png"
+    paths = [write_gantt(results, row_label(row), view, outcome.timeline, outcome.layout, picture, selection)]
+    if outcome.memory is not None:
+        paths += write_memory(
+            outcome.memory,
+            directory,
+            stem,
+            # The narrowest picture has room for about 75 characters.
+            subtitle=f"{row_label(row)}, {view} view · {results['model']['name']} · {text.sequence} · {text.where}",
+            limit_gib=float(row["memory_limit_gib"]),
+            device_gib=float(results["cluster"]["memory_gib"]),
+        )
+    trace = directory / f"trace_{stem}.json.gz"
+    title = f"{row_label(row)}, {view} view, {outcome.timeline.origin}, {results['model']['name']}"
+    write_trace(outcome.timeline, outcome.layout, trace, title, window_s=selection.window_s)
+    return [*paths, trace]
 
 
 def file_stem(row: Mapping[str, Any]) -> str:

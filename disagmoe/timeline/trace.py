@@ -9,15 +9,17 @@ same Timeline gives the same bytes.
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from disagmoe.ops import COMPUTE_KINDS, RECV_STREAMS, SEND_STREAMS, Stream
+from disagmoe.ops import COMPUTE_KINDS, RECV_STREAMS, SEND_STREAMS, Kind, Op, Phase, Stream
 from disagmoe.plan.plan import Layout
 from disagmoe.plan.program import Program
 from disagmoe.plan.text import op_token
@@ -48,24 +50,30 @@ def write_trace(
     """
     start, end = _nanoseconds(timeline.start_s), _nanoseconds(timeline.end_s)
     rows, note = _select(start, end, window_s, max_slices)
-    document = {
-        "displayTimeUnit": "ms",
-        "otherData": {
-            "title": title,
-            "origin": timeline.origin,
-            "step_s": timeline.step_s,
-            "operations": f"{rows.shape[0]} of {len(timeline.program)} rows{note}",
-        },
-        "traceEvents": [
-            *_names(timeline.program, layout, title),
-            *_slices(timeline, rows, start, end),
-            *_arrows(timeline.program, rows, start, end),
-        ],
+    about = {
+        "title": title,
+        "origin": timeline.origin,
+        "step_s": timeline.step_s,
+        "operations": f"{rows.shape[0]} of {len(timeline.program)} rows{note}",
     }
-    text = json.dumps(document, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
+    events = itertools.chain(
+        map(_json, _names(timeline.program, layout, title)),
+        _slices(timeline, rows, start, end),
+        _arrows(timeline.program, rows, start, end),
+    )
+    text = f'{{"displayTimeUnit":"ms","otherData":{_json(about)},"traceEvents":[{",".join(events)}]}}'
     # No file name and no time in the gzip header: equal traces are equal files.
     with Path(path).open("wb") as raw, gzip.GzipFile("", "wb", compresslevel=6, fileobj=raw, mtime=0) as packed:
         packed.write(text.encode("ascii"))
+
+
+_KIND = {int(kind): kind.name for kind in Kind}
+_PHASE = {int(phase): phase.name for phase in Phase}
+_CATEGORY = {int(kind): "compute" if kind in COMPUTE_KINDS else "comm" for kind in Kind}
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
 
 
 def _nanoseconds(seconds: NDArray[np.float64]) -> Long:
@@ -117,58 +125,70 @@ def _meta(what: str, worker: int, stream: int, **args: object) -> Event:
     return {"ph": "M", "name": what, "pid": worker + 1, "tid": stream + 1, "args": args}
 
 
-def _slices(timeline: Timeline, rows: Long, start: Long, end: Long) -> Iterator[Event]:
-    """One complete event per row."""
+def _slices(timeline: Timeline, rows: Long, start: Long, end: Long) -> Iterator[str]:
+    """One complete event per row, as JSON."""
     program = timeline.program
-    post = timeline.post_s
-    for row in rows.tolist():
-        op = program.op(row)
-        args: dict[str, object] = {
-            "kind": op.kind.name,
-            "phase": op.phase.name,
-            "layer": op.layer,
-            "microbatch": op.microbatch,
-        }
-        if program.peer[row] >= 0:
-            args["peer"] = int(program.peer[row])
-        if np.isfinite(post[row]) and timeline.start_s[row] > post[row]:
-            args["waited_us"] = _microseconds(int(start[row] - np.rint(post[row] * 1e9)))
-        yield {
-            "ph": "X",
-            "name": op_token(op),
-            "cat": "compute" if op.kind in COMPUTE_KINDS else "comm",
-            "pid": int(program.worker[row]) + 1,
-            "tid": int(program.stream[row]) + 1,
-            "ts": _microseconds(int(start[row])),
-            "dur": _microseconds(int(end[row] - start[row])),
-            "args": args,
-        }
+    ops = _Columns(program, rows)
+    waited = np.where(np.isfinite(timeline.post_s), timeline.start_s - timeline.post_s, 0.0)[rows]
+    posted = _nanoseconds(np.where(waited > 0.0, timeline.post_s[rows], 0.0))
+    begun, lasted = start[rows], end[rows] - start[rows]
+    times = zip(begun.tolist(), lasted.tolist(), np.where(waited > 0.0, begun - posted, -1).tolist(), strict=True)
+    peers, kinds, phases = ops.of("peer"), ops.of("kind"), ops.of("phase")
+    names, layers, microbatches = ops.tokens(), ops.of("layer"), ops.of("microbatch")
+    for i, (at, lasts, waits) in enumerate(times):
+        more = f',"peer":{peers[i]}' if peers[i] >= 0 else ""
+        if waits >= 0:
+            more += f',"waited_us":{_microseconds(waits)}'
+        yield (
+            f'{{"ph":"X","name":"{names[i]}","cat":"{_CATEGORY[kinds[i]]}",{ops.places[i]},'
+            f'"ts":{_microseconds(at)},"dur":{_microseconds(lasts)},'
+            f'"args":{{"kind":"{_KIND[kinds[i]]}","phase":"{_PHASE[phases[i]]}",'
+            f'"layer":{layers[i]},"microbatch":{microbatches[i]}{more}}}}}'
+        )
 
 
-def _arrows(program: Program, rows: Long, start: Long, end: Long) -> Iterator[Event]:
-    """A flow from the send slice to the receive slice of every transfer whose two ends are written."""
-    waiting: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for row in rows[np.isin(program.stream[rows], sorted(SEND_STREAMS))].tolist():
-        waiting[program.op(row), int(program.worker[row]), int(program.peer[row])].append(row)
-    receives = rows[np.isin(program.stream[rows], sorted(RECV_STREAMS))].tolist()
+class _Columns:
+    """Columns of some rows as plain numbers, and where each row is drawn."""
+
+    def __init__(self, program: Program, rows: Long) -> None:
+        self.program = program
+        self.rows = rows
+        workers, streams = self.of("worker"), self.of("stream")
+        self.places = [f'"pid":{w + 1},"tid":{s + 1}' for w, s in zip(workers, streams, strict=True)]
+
+    def of(self, name: str) -> list[int]:
+        values: list[int] = getattr(self.program, name)[self.rows].tolist()
+        return values
+
+    def tokens(self) -> list[str]:
+        """`op_token` of every row."""
+        head = ("kind", "layer", "phase", "microbatch", "chunk", "replica")
+        named = cache(
+            lambda kind, layer, phase, microbatch, chunk, replica: op_token(
+                Op(Kind(kind), Phase(phase), layer, microbatch, chunk, replica)
+            )
+        )
+        return [named(*key) for key in zip(*(self.of(name) for name in head), strict=True)]
+
+
+def _arrows(program: Program, rows: Long, start: Long, end: Long) -> Iterator[str]:
+    """A flow from the send slice to the receive slice of every transfer whose two ends are written, as JSON."""
+    sides = (SEND_STREAMS, RECV_STREAMS)
+    sends, receives = (rows[np.isin(program.stream[rows], sorted(int(s) for s in side))] for side in sides)
+    sent, received = _Columns(program, sends), _Columns(program, receives)
+    named = ("kind", "phase", "layer", "microbatch", "chunk", "replica")
+    waiting: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for i, key in enumerate(zip(*(sent.of(name) for name in (*named, "worker", "peer")), strict=True)):
+        waiting[key].append(i)
+    kinds, starts = received.of("kind"), start[sends].tolist()
+    # The arrow must end inside the receiving slice, hence one nanosecond before its end.
+    ends = np.maximum(start[receives], end[receives] - 1).tolist()
     number = 0
-    for receive in receives:
-        sends = waiting.get((program.op(receive), int(program.peer[receive]), int(program.worker[receive])))
-        if not sends:
+    for i, key in enumerate(zip(*(received.of(name) for name in (*named, "peer", "worker")), strict=True)):
+        found = waiting.get(key)
+        if not found:
             continue
-        send, number = sends.pop(0), number + 1
-        # The arrow must end inside the receiving slice, hence one nanosecond before its end.
-        ends = max(int(start[receive]), int(end[receive]) - 1)
-        for phase, row, at in (("s", send, int(start[send])), ("f", receive, ends)):
-            event: Event = {
-                "ph": phase,
-                "name": program.op(row).kind.name.lower(),
-                "cat": "transfer",
-                "id": number,
-                "pid": int(program.worker[row]) + 1,
-                "tid": int(program.stream[row]) + 1,
-                "ts": _microseconds(at),
-            }
-            if phase == "f":
-                event["bp"] = "e"
-            yield event
+        send, number = found.pop(0), number + 1
+        about = f'"name":"{_KIND[kinds[i]].lower()}","cat":"transfer","id":{number}'
+        yield f'{{"ph":"s",{about},{sent.places[send]},"ts":{_microseconds(starts[send])}}}'
+        yield f'{{"ph":"f",{about},{received.places[i]},"ts":{_microseconds(ends[i])},"bp":"e"}}'
