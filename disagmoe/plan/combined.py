@@ -75,6 +75,7 @@ def combined_program(
     stage_layers: Sequence[Sequence[int]],
     moe: Sequence[bool],
     recompute: Collection[Kind] = (),
+    chunks: int = 1,
 ) -> Program:
     """The layer-level Program of one training step.
 
@@ -83,7 +84,10 @@ def combined_program(
     `colocated_program`: forward on SEND and RECV, backward on SEND_B and RECV_B.
     A backward alone is split into I and W like that of a pair, as Megatron runs
     both through the same schedule: its dispatch hides behind the experts' W. Kinds
-    in `recompute` run again before the backward of their layer (see `pairs.py`).
+    in `recompute` run again before the backward of their layer, and exchange and experts
+    are cut in `chunks` parts (see `pairs.py`).
     """
-    layers = PairedLayers(ring_stages(p, v), tuple(tuple(s) for s in stage_layers), tuple(moe), recompute=recompute)
+    layers = PairedLayers(
+        ring_stages(p, v), tuple(tuple(s) for s in stage_layers), tuple(moe), recompute=recompute, chunks=chunks
+    )
     return layers.program(combined_orders(p, v, m, group), m)

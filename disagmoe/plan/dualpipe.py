@@ -273,17 +273,27 @@ def dualpipev_program(
     moe: Sequence[bool],
     p2p_exposed: bool = False,
     recompute: Collection[Kind] = (),
+    chunks: int = 1,
 ) -> Program:
-    """The layer-level Program of one training step of DualPipeV: as DualPipe's, with 2R stages held once."""
-    layers = _paired(dualpipev_stages(ranks), stage_layers, moe, recompute)
+    """The layer-level Program of one training step of DualPipeV: as DualPipe's, with 2R stages held once.
+
+    Exchange and experts are cut in `chunks` parts.
+    """
+    layers = _paired(dualpipev_stages(ranks), stage_layers, moe, recompute, chunks)
     return _program(_dualpipev(ranks, microbatches, defers=not recompute), layers, microbatches, p2p_exposed)
 
 
 def _paired(
-    stages: Stages, stage_layers: Sequence[Sequence[int]], moe: Sequence[bool], recompute: Collection[Kind]
+    stages: Stages,
+    stage_layers: Sequence[Sequence[int]],
+    moe: Sequence[bool],
+    recompute: Collection[Kind],
+    chunks: int = 1,
 ) -> PairedLayers:
     layers = tuple(tuple(s) for s in stage_layers)
-    return PairedLayers(stages, layers, tuple(moe), whole_alone=True, transfers=False, recompute=recompute)
+    return PairedLayers(
+        stages, layers, tuple(moe), whole_alone=True, transfers=False, recompute=recompute, chunks=chunks
+    )
 
 
 def _program(recorded: Sequence[_Rank], layers: PairedLayers, microbatches: int, p2p_exposed: bool) -> Program:

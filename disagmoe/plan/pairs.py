@@ -61,7 +61,9 @@ class PairedLayers:
     autograd pass) and not as I and W. With `transfers` a unit's template starts with
     the receives and ends with the sends of its stages, forward ones on SEND and
     RECV, backward ones on SEND_B and RECV_B; without, they are given apart. Kinds in
-    `recompute` run again (phase R) before the backward of their layer.
+    `recompute` run again (phase R) before the backward of their layer. With `chunks`
+    > 1 dispatch, experts and combine of a MoE layer are cut in so many parts, which
+    follow each other in place of the whole (backwards the last one first).
     """
 
     stages: Stages
@@ -70,8 +72,11 @@ class PairedLayers:
     whole_alone: bool = False
     transfers: bool = True
     recompute: Collection[Kind] = ()
+    chunks: int = 1
 
     def __post_init__(self) -> None:
+        if self.chunks < 1:
+            raise ValueError(f"chunks = {self.chunks}: the overlap degree must be at least 1")
         needed = self.stages.count
         if len(self.layers) != needed:
             raise ValueError(f"stage_layers has {len(self.layers)} stages; {needed} virtual stages are needed")
@@ -86,7 +91,9 @@ class PairedLayers:
         """The Program of one training step: the units, then gradient reduction and the optimizer."""
         tail = [row for worker, order in enumerate(orders) for row in self._tail(worker, order)]
         table = expand_units(orders, self.template, tail, extra)
-        return Program.from_table(table, n_workers=len(orders), n_layers=len(self.moe), n_microbatches=microbatches)
+        return Program.from_table(
+            table, n_workers=len(orders), n_layers=len(self.moe), n_microbatches=microbatches, n_chunks=self.chunks
+        )
 
     def template(self, key: UnitKey) -> list[UnitCell]:
         """Rows of one unit."""
@@ -110,11 +117,11 @@ class PairedLayers:
         last = self.stages.count - 1
         first_replica, second_replica = self.stages.replica(key.forward), self.stages.replica(key.backward)
 
-        def cell(kind: Kind, phase: Phase, layer: int = -1) -> UnitCell:
+        def cell(kind: Kind, phase: Phase, layer: int = -1, chunk: int = 0) -> UnitCell:
             side = FORWARD if phase == Phase.F else BACKWARD
             stream = Stream.COLL if kind in (Kind.DISPATCH, Kind.COMBINE) else Stream.COMPUTE
             replica = first_replica if side == FORWARD else second_replica
-            return UnitCell(stream, kind, phase, layer, side, -1, replica, int(paired))
+            return UnitCell(stream, kind, phase, layer, side, -1, replica, int(paired), chunk)
 
         back = Phase.I if split else Phase(max(key.phase, 0))  # phase of the backward's rows in a layer
         if forward == 0:
@@ -128,7 +135,7 @@ class PairedLayers:
             for kind, phase in _layer_pair(f is not None, b is not None, back, split, late, self.recompute):
                 layer = f if phase == Phase.F else b
                 if self.moe[layer] or kind in (Kind.ATTN, Kind.FFN):
-                    yield cell(kind, phase, layer)
+                    yield from (cell(kind, phase, layer, chunk) for chunk in self._chunks(kind, phase, layer))
         if split:
             yield cell(Kind.ATTN, Phase.W, behind[-1])
         if forward == last:
@@ -143,7 +150,15 @@ class PairedLayers:
         work += [(kind, layer) for layer in reversed(self.layers[stage]) for kind in (Kind.FFN, Kind.ATTN)]
         work += [(Kind.EMBED, -1)] if stage == 0 else []
         for kind, layer in work:
-            yield UnitCell(Stream.COMPUTE, kind, Phase.W, layer, BACKWARD, replica=replica)
+            for chunk in self._chunks(kind, Phase.W, layer):
+                yield UnitCell(Stream.COMPUTE, kind, Phase.W, layer, BACKWARD, replica=replica, chunk=chunk)
+
+    def _chunks(self, kind: Kind, phase: Phase, layer: int) -> range:
+        """Parts of an operation, in their order."""
+        if layer < 0 or not self.moe[layer] or kind == Kind.ATTN:
+            return range(1)
+        forward = phase in (Phase.F, Phase.R)
+        return range(self.chunks) if forward else range(self.chunks - 1, -1, -1)
 
     def _moves(self, key: UnitKey, forward: int | None, backward: int | None, *, arriving: bool) -> Iterator[UnitCell]:
         """Transfers into or out of a unit, the forward's first."""

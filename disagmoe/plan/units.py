@@ -154,6 +154,7 @@ class UnitCell(NamedTuple):
     peer: int = -1
     replica: int = 0
     paired: int = 0
+    chunk: int = 0
 
 
 class ExtraRows(NamedTuple):
@@ -192,7 +193,7 @@ def expand_units(
     source = np.arange(unit.shape[0]) + np.repeat(start[kind_of] - (np.cumsum(repeat) - repeat), repeat)
     cell = {name: cells[source, i] for i, name in enumerate(UnitCell._fields)}
     body = np.zeros((unit.shape[0], len(COLUMNS)), dtype=np.int32)
-    for name in ("stream", "kind", "phase", "layer", "peer", "replica"):
+    for name in ("stream", "kind", "phase", "layer", "peer", "replica", "chunk"):
         body[:, COLUMN[name]] = cell[name]
     body[:, COLUMN["worker"]] = worker[unit]
     microbatch = np.where(cell["side"] == 0, joined.forward_microbatch[unit], joined.backward_microbatch[unit])
