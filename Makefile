@@ -21,11 +21,13 @@ THREADS := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 NUMBA_NUM_
 # Variables that become Hydra overrides, each only where it is set.
 override_of = $(if $(strip $($(1))),'$(2)=$($(1))')
 OVERRIDES = $(call override_of,MODEL,model) $(call override_of,SEQ,seq) $(COMMON)
-COMMON = $(call override_of,CLUSTER,cluster) $(if $(strip $(SYSTEMS)),'systems=[$(SYSTEMS)]') \
-	$(call override_of,TRANSPORT,transport) $(call override_of,CALIBRATION,calibration) \
-	$(call override_of,BACKEND,backend) $(call override_of,IMPL,impl) $(ARGS)
+COMMON = $(WORKLOAD) $(call override_of,BACKEND,backend) $(call override_of,IMPL,impl) $(ARGS)
+WORKLOAD = $(call override_of,CLUSTER,cluster) $(if $(strip $(SYSTEMS)),'systems=[$(SYSTEMS)]') \
+	$(call override_of,TRANSPORT,transport) $(call override_of,CALIBRATION,calibration)
+SIZED = $(call override_of,MODEL,model) $(call override_of,SEQ,seq) $(WORKLOAD) $(ARGS)
 
-.PHONY: help bench advise sweep sweep-paper sensitivity example collect calibrate train test test-slow lint microbench clean
+.PHONY: help bench bench-all crosscheck advise sweep sweep-paper sensitivity example collect calibrate train
+.PHONY: test test-slow lint microbench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -38,6 +40,15 @@ NEEDS = $(VENV)/$(if $(filter emulate measure,$(BACKEND)),.dev,.core)
 
 bench: $(NEEDS) ## compare the systems: make bench MODEL=qwen3 SEQ=32k
 	@$(PY) -m bench $(OVERRIDES)
+
+bench-all: $(VENV)/.dev ## the systems simulated at full size, then a cut of their plans emulated by real processes
+	@status=0; \
+	$(PY) -m bench backend=simulate $(SIZED) || status=$$?; \
+	$(PY) -m bench backend=emulate $(SIZED) || status=$$?; \
+	exit $$status
+
+crosscheck: $(VENV)/.dev ## emulated against simulated, the same cuts on 4 and 8 processes: errors and a parity plot
+	@$(PY) -m bench.crosscheck $(SIZED)
 
 advise: $(VENV)/.core ## does disaggregation pay: make advise MODEL=qwen3 SEQ=32k (SEQ=4k,32k ARGS=nic_gbit=100,400: a map)
 	@$(PY) -m bench.advise $(OVERRIDES)

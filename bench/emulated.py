@@ -59,18 +59,16 @@ def _emulated(
 ) -> tuple[Row, Outcome, list[dict[str, Any]]]:
     """Row, Outcome and the account of one system; those of the simulation where it has no plan."""
     tuned = outcome.tuned
-    if row["status"] != "ok" or tuned is None or tuned.plan is None or tuned.candidate is None:
-        return row, outcome, []
     base = {**row, **dict.fromkeys(MEASURES), "memory_limit_gib": None}
-    form = _form(config, row)
     label = f"{row['view']}: {row['system']}" + (f" ({row['variant']})" if row["variant"] else "")
     try:
-        problem = problem_of(config, costs, form, row["view"])
-        cut = make_cut(form.system, problem, tuned.plan.layout, tuned.candidate, processes)
+        cut = cut_of(config, costs, row, outcome, processes)
+        if cut is None:
+            return row, outcome, []
         progress(f"{label}, emulated")
         ran = run_cut(cut, processes, config.repeats)
         best = ran.best.timeline
-        base.update(_measures(config, cut, best), simulated=_times(cut, ran.simulated))
+        base.update(_measures(config, cut, best), simulated=times(cut, ran.simulated))
         base.update(repeats=len(ran.steps), spread=ran.spread)
         drawn = Outcome(cut.plan.layout, best, tuned)
         return base, drawn, [{"system": row["system"], "variant": row["variant"], "view": row["view"], **_account(ran)}]
@@ -85,13 +83,23 @@ def _emulated(
         return failed, Outcome(None, None, tuned), []
 
 
+def cut_of(config: RunConfig, costs: CostModel, row: Row, outcome: Outcome, processes: int) -> CutPlan | None:
+    """The cut of the plan behind a row, None where it has no plan. Raises NotApplicable."""
+    tuned = outcome.tuned
+    if row["status"] != "ok" or tuned is None or tuned.plan is None or tuned.candidate is None:
+        return None
+    form = _form(config, row)
+    problem = problem_of(config, costs, form, row["view"])
+    return make_cut(form.system, problem, tuned.plan.layout, tuned.candidate, processes)
+
+
 def _form(config: RunConfig, row: Row) -> Variant:
     """The planner behind a row."""
     system = get_system(row["system"], **config.system_options.get(row["system"], {}))
     return next(form for form in variants_of(system, row["view"]) if form.label == row["variant"])
 
 
-def _times(cut: CutPlan, timeline: Timeline) -> dict[str, float]:
+def times(cut: CutPlan, timeline: Timeline) -> dict[str, float]:
     """What is compared between the emulated and the simulated cut."""
     mean = summarize(worker_metrics(timeline), cut.stands_for).mean
     return {

@@ -68,6 +68,22 @@ def test_variables_become_overrides_only_where_set(checkout: Path) -> None:
     ]
 
 
+def test_bench_all_simulates_and_then_emulates_whatever_the_first_says(checkout: Path) -> None:
+    sizes = ["MODEL=qwen3", "SEQ=32k", "SYSTEMS=disagmoe", "ARGS=batch=64"]
+    assert make(checkout, "bench-all", *sizes).returncode == 0
+    expected = ["model=qwen3", "seq=32k", "systems=[disagmoe]", "batch=64"]
+    assert bench_calls(checkout) == [["backend=simulate", *expected], ["backend=emulate", *expected]]
+    assert make(checkout, "bench-all", FAIL="3", FAIL_AT="backend=simulate").returncode != 0
+    assert len(bench_calls(checkout)) == 4
+
+
+def test_crosscheck_takes_the_settings_of_a_bench(checkout: Path) -> None:
+    assert make(checkout, "crosscheck", "MODEL=qwen3", "SEQ=8k", "CLUSTER=h800_64", "ARGS=processes=4").returncode == 0
+    wanted = ["-m", "bench.crosscheck", "model=qwen3", "seq=8k", "cluster=h800_64", "processes=4"]
+    assert calls(checkout)[-1] == wanted
+    assert make(checkout, "crosscheck", FAIL="1", FAIL_AT="bench.crosscheck").returncode != 0
+
+
 def test_a_warm_make_installs_nothing_and_a_changed_constraint_does(checkout: Path) -> None:
     make(checkout, "bench")
     make(checkout, "bench")

@@ -1,0 +1,134 @@
+"""How a cross-check is told: a table, a CSV file, and a parity plot with bands of 5 and 10 %."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from matplotlib.lines import Line2D
+
+from bench.crosscheck import Check, Verdict
+from bench.report.grid import Grid, markdown_lines
+from bench.report.style import GRID, MUTED, axes_at, canvas, drawing, footer, headline, save, system_colours
+
+BANDS = (0.10, 0.05)
+TIMES = ("step_time_s", "compute_s", "exposed_comm_s", "bubble_s")
+SHAPES = {4: "o", 8: "s"}
+
+
+def markdown(
+    title: str,
+    checks: Sequence[Check],
+    verdicts: Sequence[Verdict],
+    left_out: Sequence[str],
+    machine: Mapping[str, Any],
+) -> str:
+    """The whole page."""
+    lines = [f"# Cross-check: emulated against simulated ({title})", ""]
+    lines += [
+        "Each cut was simulated, and run by real processes with the same durations (best repeat). Errors are "
+        "(emulated − simulated) ÷ the simulated step.",
+        "",
+        f"Machine: {machine['cores']} cores of {machine['device']}, torch {machine['torch']}.",
+    ]
+    for processes in sorted({check.processes for check in checks}):
+        mine = [check for check in checks if check.processes == processes]
+        lines += markdown_lines(_grid(f"{processes} processes", mine), 2)
+    lines += ["", "## Limits", ""]
+    lines += [f"- {'holds' if v.holds else '**fails**'}: {v.limit}: {v.found}" for v in verdicts]
+    if left_out:
+        lines += ["", "## Not run", "", *(f"- {reason}" for reason in left_out)]
+    return "\n".join(lines) + "\n"
+
+
+def _grid(title: str, checks: Sequence[Check]) -> Grid:
+    headings = (
+        *("system", "simulated step [s]", "emulated step [s]", "step", "exposed", "bubble"),
+        *("spread", "tries", "wall s per s", "started late", "own cores", "others' cores"),
+    )
+    return Grid(title, headings, tuple(_cells(check) for check in checks))
+
+
+def _cells(check: Check) -> tuple[str, ...]:
+    errors = [f"{100 * check.error(what):+.1f} %" for what in ("step_time_s", "exposed_comm_s", "bubble_s")]
+    return (
+        check.label,
+        f"{check.simulated['step_time_s']:.4g}",
+        f"{check.emulated['step_time_s']:.4g}",
+        *errors,
+        f"{100 * check.spread:.1f} %",
+        str(check.tries),
+        f"{check.dilation:.3g}",
+        f"{100 * check.late_share:.0f} %",
+        f"{check.own_load:.2f}",
+        "–" if check.foreign_load is None else f"{check.foreign_load:.2f}",
+    )
+
+
+def write_csv(path: Path, checks: Sequence[Check]) -> None:
+    """One line per check; full precision."""
+    rows = []
+    for check in checks:
+        values = asdict(check)
+        for side in ("simulated", "emulated"):
+            values |= {f"{side}_{key}": value for key, value in values.pop(side).items()}
+        rows.append({**values, **{f"error_{what}": check.error(what) for what in TIMES}})
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else ["system"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_parity(directory: Path, title: str, checks: Sequence[Check]) -> list[Path]:
+    """parity.png and parity.svg."""
+    paths = [directory / "parity.png", directory / "parity.svg"]
+    with drawing():
+        save(parity_figure(title, checks), *paths)
+    return paths
+
+
+def parity_figure(title: str, checks: Sequence[Check]) -> Any:
+    """Emulated over simulated GPU time per token, logarithmic; on the diagonal both agree."""
+    figure = canvas(8.6, 5.6)
+    axes = axes_at(figure, 0.75, 0.85, 4.1, 4.0)
+    headline(figure, "Emulated against simulated, the same cut with the same durations", title)
+    values = [1e6 * v for c in checks for v in (c.simulated_per_token_s, c.emulated_per_token_s)] or [1.0]
+    low, high = 0.85 * min(values), 1.18 * max(values)
+    for band, shade in zip(BANDS, ("#EEEEEE", "#DADADA"), strict=True):
+        axes.fill_between([low, high], [low * (1 - band), high * (1 - band)], [low * (1 + band), high * (1 + band)],
+                          color=shade, linewidth=0, zorder=1)  # fmt: skip
+    axes.plot([low, high], [low, high], color=MUTED, linewidth=0.9, zorder=2)
+    colours = system_colours(check.system for check in checks)
+    for check in checks:
+        axes.plot(
+            *(1e6 * check.simulated_per_token_s, 1e6 * check.emulated_per_token_s),
+            SHAPES.get(check.processes, "D"),
+            markersize=7,
+            markeredgecolor=colours[check.system],
+            markerfacecolor="white" if check.control else colours[check.system],
+            alpha=0.9,
+            zorder=3,
+        )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(low, high)
+    axes.set_ylim(low, high)
+    axes.grid(color=GRID, which="both", linewidth=0.4)
+    axes.set_xlabel("simulated [GPU-µs per token]")
+    axes.set_ylabel("emulated [GPU-µs per token]")
+    axes.legend(handles=_handles(checks), loc="upper left", bbox_to_anchor=(1.03, 1.0), borderaxespad=0.0)
+    footer(figure, "bands: ± 5 % and ± 10 %; hollow: overlap forbidden (the negative control); best of the repeats")
+    return figure
+
+
+def _handles(checks: Sequence[Check]) -> list[Line2D]:
+    colours = system_colours(check.system for check in checks)
+    systems = [Line2D([], [], linestyle="", marker="o", color=c, label=name) for name, c in colours.items()]
+    counts = sorted({check.processes for check in checks})
+    shapes = [
+        Line2D([], [], linestyle="", marker=SHAPES.get(n, "D"), color=MUTED, label=f"{n} processes") for n in counts
+    ]
+    return systems + shapes
