@@ -129,6 +129,7 @@ def _record(point: Point, own: dict[str, Any], reference: dict[str, Any]) -> dic
         "step_s": own["step_time_s"],
         "exposed_s": own["exposed_comm_s"],
         "bubble_s": own["bubble_s"],
+        "pool_compute": {pool: part["compute_s"] / own["step_time_s"] for pool, part in (own["pools"] or {}).items()},
         "reference_step_s": reference["step_time_s"],
         "speedup_over_reference": reference["step_time_s"] / own["step_time_s"] if ran else None,
         "microbatches": own["microbatches"],

@@ -21,7 +21,7 @@ from bench.report import paper
 from bench.report.columns import DASH
 from bench.report.facts import ORIGIN, Results
 from bench.report.grid import Grid, escaped, markdown_lines
-from bench.report.points import AXIS_TITLES, point_grid
+from bench.report.points import AXIS_TITLES, EQUAL, point_grid
 from bench.report.reasons import explanations, reasons_grid
 from bench.report.text import length
 from bench.verdicts import RATIO_STEP, Entry, Record
@@ -140,8 +140,22 @@ def _study_section(axis: str, studies: Sequence[Record], found: Sequence[Entry])
             title = f"{AXIS_TITLES[axis]}{NICS.get(axis, '')}, calibration {record['calibration']}"
             lines += markdown_lines(point_grid(axis, points, title, brief=True))
     if axis == "ratio" and lines:
-        lines += ["", escaped(_arithmetic(found))]
+        points = [point for record in studies for point in record["points"] if point["axis"] == axis]
+        lines += ["", escaped(f"{_arithmetic(found)}{_binding(points)}")]
     return lines
+
+
+def _binding(points: Sequence[Record]) -> str:
+    """Which pool keeps the equal split from gaining by a change: the one that computes most of the step."""
+    shares = [p["pool_compute"] for p in points if p["at"]["ratio"] == EQUAL and set(p["pool_compute"]) == {"A", "F"}]
+    experts = [share for share in shares if share["F"] > share["A"]]
+    if not experts:
+        return ""
+    a, f = ([100 * share[pool] for share in experts] for pool in ("A", "F"))
+    return (
+        f" At {EQUAL} the experts' GPUs compute more of the step than attention's in {len(experts)} of {len(shares)}"
+        f" cases ({min(f):.0f}–{max(f):.0f} % against {min(a):.0f}–{max(a):.0f} %): fewer of them lengthen it there."
+    )
 
 
 def _arithmetic(found: Sequence[Entry]) -> str:

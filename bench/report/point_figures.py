@@ -197,10 +197,11 @@ def stages_figure(record: Record, points: Sequence[Point]) -> Figure:
         _log_ticks(axes, sorted({int(p["at"]["v"]) for p in mine}), "virtual stages v = layers / p")
         axes.axvline(16, color="#999999", linewidth=1.0, linestyle=":", zorder=0)
 
+    others = any(p["status"] == "ok" and p["plan"].get("ep") != EP for p in points)
     text = (
-        f"Grey dashes: {REFERENCE}. Crosses: did not fit. Hollow: only with another EP size than {EP}. Dotted: v = 16,"
-        " up to which the paper's throughput grows (measured);\nabove it the paper runs out of memory."
-    )
+        f"Grey dashes: {REFERENCE}. Crosses: did not fit. Dotted: v = 16, up to which the paper's throughput grows"
+        " (measured); above it the paper runs out of memory."
+    ) + (f"\nHollow: only with another EP size than {EP}." if others else "")
     title = "Throughput by number of virtual stages"
     return _panels(record, points, panel, title, "tokens/s per GPU", text)
 

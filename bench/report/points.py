@@ -74,6 +74,8 @@ def point_grid(axis: str, points: Sequence[Point], title: str, *, brief: bool = 
     if axis == "ratio":
         columns["over 16:16"] = lambda p: times(gain_over_equal(p, equal))
         columns["per GPU of a group"] = lambda p: times(gain_per_gpu(p, equal))
+    for pool in ("A", "F"):
+        columns[f"{pool} computes"] = lambda p, pool=pool: _share(p, pool)  # type: ignore[misc]
     columns["EP"] = lambda p: str((p["plan"] or {}).get("ep", DASH))
     columns["memory [GiB]"] = lambda p: DASH if p["needed_gib"] is None else f"{p['needed_gib']:.1f}"
     if brief:
@@ -86,6 +88,12 @@ def point_grid(axis: str, points: Sequence[Point], title: str, *, brief: bool = 
         columns["plan of disagmoe"] = lambda p: plan_line(p["plan"]) or str(p["reason"])
     cells = tuple(tuple(cell(point) for cell in columns.values()) for point in points)
     return Grid(title, tuple(columns), cells, frozenset({0, 2, len(columns) - 1}))
+
+
+def _share(point: Point, pool: str) -> str:
+    """How much of the step the GPUs of a pool compute."""
+    share = point["pool_compute"].get(pool)
+    return DASH if share is None else f"{100 * share:.0f} %"
 
 
 def _where(point: Point) -> tuple[str, int, str]:

@@ -74,6 +74,7 @@ def point(
         "step_s": step,
         "exposed_s": None,
         "bubble_s": None,
+        "pool_compute": {"A": 0.6, "F": 0.9} if ran else {},
         "reference_step_s": reference,
         "speedup_over_reference": reference / step if step else None,
         "microbatches": None,
@@ -259,6 +260,7 @@ def test_the_page_its_table_and_its_picture(tmp_path: Path) -> None:
     assert "the best 3 plans of every system at the default batch are simulated again" in text
     assert "1.60× ✓" in text
     assert "32/26 = 1.23×" in text
+    assert "compute more of the step than attention's in 2 of 2 cases (90–90 % against 60–60 %)" in text
     with paths[1].open() as file:
         lines = list(csv.DictReader(file))
     assert {line["verdict"] for line in lines} == {"inside", "outside", "not comparable"}

@@ -30,7 +30,9 @@ def study(axes: dict[str, Any], plans: int | None = None, **changes: Any) -> Run
 
 
 def row(system: str, step_s: float | None, status: str = "ok") -> dict[str, Any]:
-    empty = dict.fromkeys(("exposed_comm_s", "bubble_s", "microbatches", "plan", "peak_memory_gib", "gpus_used"))
+    empty = dict.fromkeys(
+        ("exposed_comm_s", "bubble_s", "microbatches", "plan", "peak_memory_gib", "gpus_used", "pools")
+    )
     reason = "" if status == "ok" else "why"
     empty |= {"contention": {"compute": 1.2, "comm": 1.3}, "transport": "nccl"}
     return {**empty, "system": system, "variant": "", "status": status, "reason": reason, "step_time_s": step_s}

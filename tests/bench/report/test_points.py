@@ -32,6 +32,7 @@ def point(axis: str, at: dict[str, Any], step_s: float | None, reference_s: floa
         "step_s": step_s,
         "exposed_s": 0.1 if ran else None,
         "bubble_s": 0.2 if ran else None,
+        "pool_compute": {"A": 0.5, "F": 0.9} if ran else {},
         "reference_step_s": reference_s,
         "speedup_over_reference": reference_s / step_s if ran and reference_s else None,
         "microbatches": 16 if ran else None,
@@ -81,6 +82,7 @@ def test_ratios_are_told_over_the_reference_over_the_equal_split_and_per_gpu() -
     assert [row["over megatron_1f1b"] for row in cells] == ["1.500×", "1.200×", "1.500×", "1.875×"]
     # Each rule for the NICs has a 16:16 of its own; 16:10 uses 26 GPUs instead of 32.
     assert [row["over 16:16"] for row in cells] == ["1.000×", "0.800×", "1.000×", "1.250×"]
+    assert (cells[0]["A computes"], cells[0]["F computes"]) == ("50 %", "90 %")
     assert cells[1]["per GPU of a group"] == f"{0.8 * 32 / 26:.3f}×"
 
 
