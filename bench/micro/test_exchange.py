@@ -21,6 +21,7 @@ from disagmoe.runtime.exchange import Exchange, Experts
 from disagmoe.runtime.launch import Pool
 from disagmoe.runtime.ledger import Ledger
 from disagmoe.runtime.merge import Blocks, Sides
+from disagmoe.runtime.scheduling import patient_threads
 from disagmoe.runtime.transport import Link, make_transport
 from disagmoe.runtime.wire import Format
 
@@ -45,7 +46,8 @@ class Duel:
         me, world = context.rank, m + n
         owners, holders = tuple(range(m)), tuple(range(m, world))
         sides = Sides(owners, holders, "rank", dict.fromkeys(range(world), 0))
-        group = dist.new_group(list(range(world)))
+        with patient_threads():  # as the trainer's groups are made; the bare call uses the same group
+            group = dist.new_group(list(range(world)))
         link = Link(sides.members, me, group, group, context.group_timeout_s)
         wires = make_transport(transport, link)
         experts = Experts(n * EXPERTS_PER_RANK, n)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]  # public, but not in its __all__
 
 from disagmoe.runtime.errors import LaunchError, PeerLostError, first_line
+from disagmoe.runtime.scheduling import patient_threads
 
 BEAT, RESULT, FAILURE = "beat", "result", "failure"
 _DIE_WITH_PARENT = 1  # prctl PR_SET_PDEATHSIG
@@ -119,7 +120,8 @@ def loaded_call(context: Context) -> None:
 def join(store: Store, context: Context) -> None:
     """Make the world group; a rank that does not arrive in time is named."""
     timeout = timedelta(seconds=context.group_timeout_s)
-    dist.init_process_group("gloo", store=store, rank=context.rank, world_size=context.world_size, timeout=timeout)
+    with patient_threads():
+        dist.init_process_group("gloo", store=store, rank=context.rank, world_size=context.world_size, timeout=timeout)
     _await_arrival(store, context)
     try:
         dist.monitored_barrier(timeout=timeout, wait_all_ranks=True)

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from disagmoe.ops import SEND_STREAMS, Kind, Phase
 from disagmoe.plan.plan import Placement, Plan
 from disagmoe.runtime.errors import LaunchError
+from disagmoe.runtime.scheduling import patient_threads
 from disagmoe.runtime.transport import Clock, Link
 
 Ranks = tuple[int, ...]
@@ -308,9 +309,10 @@ class Groups:
             dist.destroy_process_group(self._made.pop())
 
     def _make(self, members: Ranks, backend: str) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(
-            list(members), timeout=timedelta(seconds=self.timeout_s), backend=backend
-        )
+        with patient_threads():
+            group: dist.ProcessGroup = dist.new_group(
+                list(members), timeout=timedelta(seconds=self.timeout_s), backend=backend
+            )
         if self.rank in members:
             self._made.append(group)
         return group
