@@ -26,7 +26,7 @@ WORKLOAD = $(call override_of,CLUSTER,cluster) $(if $(strip $(SYSTEMS)),'systems
 	$(call override_of,TRANSPORT,transport) $(call override_of,CALIBRATION,calibration)
 SIZED = $(call override_of,MODEL,model) $(call override_of,SEQ,seq) $(WORKLOAD) $(ARGS)
 
-.PHONY: help bench bench-all crosscheck advise sweep sweep-paper sensitivity example collect calibrate train
+.PHONY: help bench bench-all crosscheck advise sweep sweep-paper sensitivity example collect calibrate curves train
 .PHONY: test test-slow lint microbench clean
 
 help: ## this list
@@ -84,6 +84,9 @@ collect: $(VENV)/.core ## results/summary.{md,csv} and the by-sequence figures f
 
 calibrate: $(VENV)/.dev ## measure this machine (CPU, GPUs, or torchrun's ranks): conf.local/calibration/local.yaml
 	@$(PY) -m bench.calibrate $(call override_of,MODEL,model) $(ARGS)
+
+curves: $(VENV)/.dev ## fifty steps of training by every system and by one process: one loss curve (results/systems/)
+	@$(THREADS) $(PY) -m bench.system_curves $(ARGS)
 
 train: $(VENV)/.dev ## train a model on this machine: make train ARGS="preset=text path=README.md"; ARGS=help lists all
 	@$(PY) -m disagmoe.train $(call override_of,MODEL,model) $(call override_of,SEQ,seq) $(ARGS)

@@ -26,7 +26,8 @@ class StepMetrics:
 
     `expert_load` is the largest max / mean of any layer, `idle_experts` counts those
     of all layers. `compute_s` to `wait_s` are means over all ranks. `mfu` needs a
-    named device; `tokens_per_s` counts the tokens trained on.
+    named device; `tokens_per_s` counts the tokens trained on. `dropped_copies` of
+    tokens found no room in a full expert (a system with a capacity), over all layers.
     """
 
     step: int
@@ -47,6 +48,7 @@ class StepMetrics:
     exposed_comm_s: float | None = None
     bubble_s: float | None = None
     wait_s: float | None = None
+    dropped_copies: int = 0
 
 
 class Log(Protocol):

@@ -172,6 +172,7 @@ class Trainer:
             exposed_comm_s=None if split is None else split.exposed_s,
             bubble_s=None if split is None else split.bubble_s,
             wait_s=None if split is None else split.wait_s,
+            dropped_copies=int(result.sums.dropped.sum()),
         )
 
     def _mfu(self, tokens_per_s: float) -> float | None:
@@ -183,6 +184,16 @@ class Trainer:
             self._say(f"warning: no MFU is reported, peak={self.course.peak_device} cannot be right: {reason}")
             self._peak_tflops = None
             return None
+
+
+def train(
+    context: Context, plan: Plan, spec: ModelSpec, cut: Cut, options: RunOptions, source: Source, course: Course
+) -> list[StepMetrics]:
+    """A whole run on one rank; the metrics of every step of this call."""
+    trainer = Trainer(context, plan, spec, cut, options, source, course)
+    history = trainer.run()
+    trainer.close()
+    return history
 
 
 def _fingerprint(spec: ModelSpec) -> str:

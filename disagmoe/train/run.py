@@ -25,7 +25,7 @@ from disagmoe.runtime.metrics_log import StepMetrics
 from disagmoe.runtime.optimizer import Recipe
 from disagmoe.runtime.single import train_single
 from disagmoe.runtime.step import RunOptions
-from disagmoe.runtime.trainer import Course, Trainer
+from disagmoe.runtime.trainer import Course, train
 from disagmoe.specs import ModelSpec, device
 from disagmoe.train.config import RECOMPUTED, TrainConfig
 from disagmoe.train.plan import ring_plan
@@ -110,18 +110,8 @@ def _check_device(name: str) -> None:
 
 def train_rank(context: Context, prepared: Prepared) -> list[StepMetrics]:
     """The whole run on one rank."""
-    trainer = Trainer(
-        context,
-        prepared.plan,
-        prepared.spec,
-        prepared.cut,
-        prepared.options,
-        prepared.source,
-        prepared.course,
-    )
-    history = trainer.run()
-    trainer.close()
-    return history
+    what = prepared
+    return train(context, what.plan, what.spec, what.cut, what.options, what.source, what.course)
 
 
 def start(prepared: Prepared, say: Callable[[str], None]) -> list[StepMetrics]:
