@@ -107,8 +107,9 @@ def ours(context: Context, scene: Scene) -> Observation:
 
 def megatron(context: Context, scene: Scene) -> Observation:
     """Megatron-Core with pp = 1, ep = 2; the adapter's own check of equal batches is left out."""
-    from baselines.native.megatron.model import Shape, unwrapped
+    from baselines.native.megatron.model import unwrapped
     from baselines.native.megatron.schedule import MegatronRunner
+    from baselines.native.megatron.shape import Shape
 
     class Uneven(MegatronRunner):
         def _inputs(self, fetch: Any, microbatch: int) -> Tensor:

@@ -7,6 +7,7 @@ imported by its adapter only, once it is asked to run.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -86,7 +87,7 @@ TUTEL = Peer(
     "capacity factor, 2DH; ep = all ranks, pp = 1",
     on_cpu="fp32 and bf16 (autocast), gloo; Tutel ignores the overlap degree there: every row is degree 1",
     on_gpu="fp32 and bf16 (autocast), NCCL, overlap degree by Tutel itself; never run by us",
-    limits="pipelines, ep below the number of ranks",
+    limits="pipelines, ep below the number of ranks (its all-to-all differentiates over the world)",
 )
 PEERS = (MEGATRON, TUTEL)
 
@@ -94,3 +95,17 @@ PEERS = (MEGATRON, TUTEL)
 def peer_of(system: str) -> Peer | None:
     """The peer whose rows stand beside those of `system`."""
     return next((peer for peer in PEERS if system in peer.systems), None)
+
+
+def require_some(systems: Iterable[str]) -> list[Peer]:
+    """The installed peers of `systems`. Raises ValueError, one line with what to install, where there is none."""
+    wanted = list(dict.fromkeys(peer for peer in map(peer_of, systems) if peer is not None))
+    if not wanted:
+        raise ValueError(f"none of {', '.join(systems)} has a native implementation; those that do: {_NATIVE}")
+    found = [peer for peer in wanted if peer.installed is not None]
+    if not found:
+        raise ValueError("; ".join(peer.missing for peer in wanted))
+    return found
+
+
+_NATIVE = ", ".join(system for peer in PEERS for system in peer.systems)

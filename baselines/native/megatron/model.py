@@ -10,7 +10,6 @@ Megatron is given every fact explicitly: its defaults differ between versions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,64 +23,12 @@ from torch import nn
 from torch.nn.functional import silu
 
 from baselines.native.coverage import normalised, require_covered
+from baselines.native.megatron.shape import TYPES, Shape
 from baselines.native.peers import MEGATRON
 from disagmoe.model.conventions import conventions_of
 from disagmoe.specs import ModelSpec
 
-_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _MINUTES = 1  # longest wait inside one collective: Megatron takes whole minutes
-
-
-@dataclass(frozen=True)
-class Shape:
-    """`pp` pipeline ranks, `ep` ranks that share the experts, `dp` ranks per stage that take different sequences.
-
-    `stage_layers[s]` are the layers of virtual stage s = chunk * pp + rank, `group` the
-    micro-batch group of the interleaved order (None: pp). `overlap` is combined 1F1B
-    (`overlap_moe_expert_parallel_comm`).
-    """
-
-    pp: int
-    ep: int
-    dp: int
-    stage_layers: tuple[tuple[int, ...], ...]
-    group: int | None = None
-    overlap: bool = False
-
-    def __post_init__(self) -> None:
-        if min(self.pp, self.ep, self.dp) < 1:
-            raise ValueError(f"pp={self.pp}, ep={self.ep}, dp={self.dp}: each must be at least 1")
-        if self.dp % self.ep:
-            raise ValueError(f"ep={self.ep} does not divide the {self.dp} ranks of a stage")
-        if not self.stage_layers or len(self.stage_layers) % self.pp:
-            raise ValueError(f"{len(self.stage_layers)} virtual stages are no multiple of pp={self.pp}")
-        if self.pp == 1 and self.virtual > 1:
-            raise ValueError(f"{self.virtual} virtual stages need a pipeline: pp is 1, at least 2 is needed")
-        if self.overlap and self.ep == 1:
-            raise ValueError("EP overlap needs expert parallelism: ep is 1, at least 2 is needed")
-        if self.overlap and self.pp > 1 and self.virtual == 1:
-            raise ValueError(f"EP overlap with pp={self.pp} needs virtual stages: at least 2 per rank")
-
-    @property
-    def virtual(self) -> int:
-        """Model chunks per rank."""
-        return len(self.stage_layers) // self.pp
-
-    @property
-    def ranks(self) -> int:
-        return self.pp * self.dp
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether Megatron runs its interleaved schedule."""
-        return self.virtual > 1
-
-
-def type_of(precision: str) -> torch.dtype:
-    """The type of Megatron's parameters; bf16 has fp32 gradients and fp32 copies in the optimizer."""
-    if precision not in _TYPES:
-        raise ValueError(f"precision {precision!r}: the Megatron-Core adapter runs {' and '.join(_TYPES)}")
-    return _TYPES[precision]
 
 
 def transformer_config(
@@ -155,7 +102,7 @@ def _pipeline(shape: Shape, device: torch.device) -> dict[str, object]:
 
 
 def _precision(precision: str) -> dict[str, object]:
-    dtype = type_of(precision)
+    dtype = TYPES[precision]
     return {
         "bf16": precision == "bf16",
         "params_dtype": dtype,

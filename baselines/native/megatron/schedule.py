@@ -22,16 +22,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from baselines.native.megatron import compat
-from baselines.native.megatron.model import (
-    Shape,
-    build_chunks,
-    local_experts,
-    start_parallel,
-    transformer_config,
-    type_of,
-    unwrapped,
-)
+from baselines.native.megatron.model import build_chunks, local_experts, start_parallel, transformer_config, unwrapped
 from baselines.native.megatron.recorder import Recorder
+from baselines.native.megatron.shape import TYPES, Shape, check_runnable
 from baselines.native.megatron.weights import slots_of
 from baselines.native.result import NativeStep
 from baselines.native.slot import Slot
@@ -59,7 +52,11 @@ class MegatronRunner:
         seed: int = 0,
         precision: str = "fp32",
     ) -> None:
-        _check(context, spec, shape, cut)
+        if context.world_size != shape.ranks:
+            raise ValueError(
+                f"pp={shape.pp} with {shape.dp} ranks per stage needs {shape.ranks}, not {context.world_size}"
+            )
+        check_runnable(spec, shape, cut, precision)
         self.spec, self.shape, self.cut, self.recipe = spec, shape, cut, recipe
         self._device = context.device
         self.steps = 0
@@ -164,25 +161,6 @@ class MegatronRunner:
         return float(total) / (self.shape.dp * self.cut.microbatches)
 
 
-def _check(context: Context, spec: ModelSpec, shape: Shape, cut: Cut) -> None:
-    if context.world_size != shape.ranks:
-        raise ValueError(f"pp={shape.pp} with {shape.dp} ranks per stage needs {shape.ranks}, not {context.world_size}")
-    if spec.experts % shape.ep:
-        raise ValueError(f"Megatron-Core needs ep to divide the experts: ep={shape.ep}, {spec.experts} experts")
-    pieces = shape.dp * cut.microbatches
-    if cut.replicas != 1 or cut.sequences % pieces:
-        raise ValueError(
-            f"Megatron-Core needs equal micro-batches: {cut.sequences} sequences over {cut.microbatches} micro-batches "
-            f"on {shape.dp} ranks; allowed: multiples of {pieces}"
-        )
-    group, m = shape.group or shape.pp, cut.microbatches
-    if shape.interleaved and (not shape.pp <= group <= m or 0 < m % group < shape.pp):
-        raise ValueError(
-            f"Megatron-Core's interleaved schedule cannot run {m} micro-batches in groups of {group}: a group has "
-            f"between pp={shape.pp} and {m}, the last one at least {shape.pp}"
-        )
-
-
 def _optimizer(chunks: list[Any], recipe: Recipe, precision: str) -> Any:
     """Adam with decoupled weight decay on matrices, clipping by global norm, state sharded over replicas."""
     config = OptimizerConfig(
@@ -195,7 +173,7 @@ def _optimizer(chunks: list[Any], recipe: Recipe, precision: str) -> Any:
         adam_eps=recipe.epsilon,
         clip_grad=recipe.clip,
         bf16=precision == "bf16",
-        params_dtype=type_of(precision),
+        params_dtype=TYPES[precision],
         use_distributed_optimizer=True,
     )
     return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)

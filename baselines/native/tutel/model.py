@@ -3,7 +3,9 @@
 Decides what of a layer is Tutel's: gate, dispatch, experts and combine, everything
 between the FFN norm and the residual. Attention, norms, shared experts, dense layers,
 embedding and head are ours; the gate runs on our router's parameter. Every rank holds all
-layers and 1 / ranks of the experts.
+layers and 1 / ranks of the experts: the backward of Tutel's all-to-all runs over the world
+whatever its group (tutel/impls/communicate.py, `RestoreBackward` is given none), so that fewer
+ranks cannot share the experts.
 
 Tutel is imported when a layer is built; `peers.py` says how to install it. Written
 against version 0.4, commit ac0e51b of https://github.com/microsoft/Tutel
@@ -22,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from baselines.native.coverage import normalised, require_covered
-from baselines.native.peers import TUTEL
+from baselines.native.coverage import normalised
 from baselines.native.slot import Slot
 from baselines.tutel import ALGORITHMS, DEGREES, capacity
 from disagmoe.model import Blueprint, Piece
@@ -100,10 +101,7 @@ class TutelModel(nn.Module):
 
     def __init__(self, spec: ModelSpec, options: TutelOptions, device: torch.device) -> None:
         super().__init__()
-        require_covered(TUTEL, spec)
         self.spec, self.rank, self.ranks = spec, dist.get_rank(), dist.get_world_size()
-        if spec.experts % self.ranks:
-            raise ValueError(f"Tutel needs the ranks to divide the experts: {spec.experts} experts, {self.ranks} ranks")
         blueprint = Blueprint(spec, device=device, seed=None)
         self.embedding = EmbeddingPart(blueprint)
         self.attention = nn.ModuleList(AttentionPart(blueprint, layer) for layer in range(spec.layers))

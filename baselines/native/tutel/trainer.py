@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from baselines.native.coverage import require_covered
+from baselines.native.peers import TUTEL
 from baselines.native.result import NativeStep
 from baselines.native.tutel.model import TutelModel, TutelOptions
 from disagmoe.runtime.child import Context
@@ -42,14 +44,7 @@ class TutelRunner:
         seed: int = 0,
         precision: str = "fp32",
     ) -> None:
-        if precision not in ("fp32", "bf16"):
-            raise ValueError(f"precision {precision!r}: the Tutel adapter runs fp32 and bf16 (autocast)")
-        pieces = context.world_size * cut.microbatches
-        if cut.replicas != 1 or cut.sequences % pieces:
-            raise ValueError(
-                f"Tutel needs equally many tokens per rank: {cut.sequences} sequences over {cut.microbatches} "
-                f"micro-batches on {context.world_size} ranks; allowed: multiples of {pieces}"
-            )
+        check_runnable(spec, options, cut, context.world_size, precision)
         os.environ.setdefault("LOCAL_SIZE", str(context.local_size))  # what Tutel's 2DH takes for a node
         self.spec, self.options, self.cut, self.recipe = spec, options, cut, recipe
         self._device = context.device
@@ -89,6 +84,9 @@ class TutelRunner:
         seconds = time.perf_counter() - begin_s
         dist.all_reduce(sums)
         return NativeStep(float(sums[0]) / self.cut.tokens, norm, seconds, int(sums[1]))
+
+    def close(self) -> None:
+        """Nothing to give up: Tutel runs on the world."""
 
     def _inputs(self, fetch: Fetch, microbatch: int) -> Tensor:
         wanted = self.cut.sequences_of(0, microbatch)
@@ -134,6 +132,21 @@ class TutelRunner:
         self._optimizer.step()
         self.steps += 1
         return norm
+
+
+def check_runnable(spec: ModelSpec, options: TutelOptions, cut: Cut, ranks: int, precision: str = "fp32") -> None:
+    """Raise ValueError where Tutel cannot run this on `ranks` ranks."""
+    require_covered(TUTEL, spec)
+    if precision not in ("fp32", "bf16"):
+        raise ValueError(f"precision {precision!r}: the Tutel adapter runs fp32 and bf16 (autocast)")
+    if spec.experts % ranks:
+        raise ValueError(f"Tutel needs the ranks to divide the experts: {spec.experts} experts, {ranks} ranks")
+    pieces = ranks * cut.microbatches
+    if cut.replicas != 1 or cut.sequences % pieces:
+        raise ValueError(
+            f"Tutel needs equally many tokens per rank: {cut.sequences} sequences over {cut.microbatches} "
+            f"micro-batches on {ranks} ranks; allowed: multiples of {pieces}"
+        )
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

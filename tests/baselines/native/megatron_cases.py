@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from baselines.native.megatron.model import Shape
 from baselines.native.megatron.schedule import MegatronRunner
+from baselines.native.megatron.shape import Shape
 from disagmoe.runtime.child import Context
 from disagmoe.runtime.data import Source
 from disagmoe.runtime.optimizer import Recipe

@@ -16,8 +16,9 @@ from tests.baselines.native import needs_megatron
 
 needs_megatron()
 
-from baselines.native.megatron.model import Shape, transformer_config  # noqa: E402
+from baselines.native.megatron.model import transformer_config  # noqa: E402
 from baselines.native.megatron.schedule import MegatronRunner  # noqa: E402
+from baselines.native.megatron.shape import Shape  # noqa: E402
 from baselines.native.megatron.weights import _attention  # noqa: E402
 from baselines.native.slot import Slot  # noqa: E402
 from tests.model.shapes import BASE, FAMILIES  # noqa: E402

@@ -10,7 +10,7 @@ import torch
 from baselines.native.coverage import require_covered, tutel_lacks
 from baselines.native.peers import TUTEL
 from baselines.native.tutel.model import TutelOptions
-from baselines.native.tutel.trainer import TutelRunner
+from baselines.native.tutel.trainer import TutelRunner, check_runnable
 from disagmoe.runtime.child import Context
 from disagmoe.runtime.cut import Cut
 from disagmoe.specs import load_model
@@ -51,6 +51,11 @@ def test_options_are_those_of_the_planner() -> None:
 def test_capacity_is_what_tutel_computes(factor: float, degree: int, rows: int | None) -> None:
     """27 tokens, 6 experts, k = 2: k * int(factor * ceil(27 / 6)), rounded up to the degree (extract_critical)."""
     assert TutelOptions(degree, "linear", factor).bound(27, BASE) == rows
+
+
+def test_the_ranks_must_divide_the_experts() -> None:
+    with pytest.raises(ValueError, match="needs the ranks to divide the experts: 6 experts, 4 ranks"):
+        check_runnable(BASE, TutelOptions(), Cut(8, 8, 1, 2), 4)
 
 
 def test_batches_must_give_every_rank_the_same() -> None:
