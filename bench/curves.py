@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -56,17 +57,18 @@ def curves_figure(curves: Sequence[Curve]) -> Figure:
     figure = canvas(WIDTH_IN, 0.85 + panels * (PANEL_IN + 0.4))
     top = figure.get_figheight() - 0.75 - PANEL_IN
     loss = axes_at(figure, LEFT_IN, top, WIDTH_IN - LEFT_IN - 0.25, PANEL_IN)
-    for curve, colour in zip(curves, COLOURS * len(curves), strict=False):
-        width = FIRST_WIDTH if curve is curves[0] and panels == 2 else WIDTH
-        loss.plot(list(curve.losses), list(curve.losses.values()), color=colour, label=curve.name, linewidth=width)
+    for place, curve in enumerate(curves):
+        width = FIRST_WIDTH if not place and panels == 2 else WIDTH
+        loss.plot(list(curve.losses), list(curve.losses.values()), label=curve.name, linewidth=width, **_line(place))
     loss.set_ylabel("loss")
     loss.grid(axis="y")
-    loss.legend()
+    many = len(curves) > len(COLOURS)
+    loss.legend(ncols=2 if many else 1, fontsize="x-small" if many else None, loc="upper right")
     if panels == 2:
         apart = axes_at(figure, LEFT_IN, top - PANEL_IN - 0.4, WIDTH_IN - LEFT_IN - 0.25, PANEL_IN)
-        for curve, colour in zip(curves[1:], (COLOURS * len(curves))[1:], strict=False):
+        for place, curve in enumerate(curves[1:], start=1):
             found = {step: value for step, value in curve.differences(curves[0]).items() if value > 0.0}
-            apart.plot(list(found), list(found.values()), color=colour, marker=".", markersize=2.5, linewidth=0.6)
+            apart.plot(list(found), list(found.values()), marker=".", markersize=2.5, linewidth=0.6, **_line(place))
         apart.set_yscale("log")
         apart.set_ylabel(f"|loss - {curves[0].name}|")
         apart.grid(axis="y")
@@ -77,6 +79,11 @@ def curves_figure(curves: Sequence[Curve]) -> Figure:
         "measured" + ("; where losses are equal there is no point below" if panels == 2 else ""),
     )
     return figure
+
+
+def _line(place: int) -> dict[str, Any]:
+    """Colour and dashes of the curve at a place: dashes where the colours come round again."""
+    return {"color": COLOURS[place % len(COLOURS)], "linestyle": "-" if place < len(COLOURS) else (0, (4, 2))}
 
 
 def write_table(curves: Sequence[Curve], path: Path) -> None:
