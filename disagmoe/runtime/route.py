@@ -21,7 +21,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +31,8 @@ from disagmoe.runtime.errors import ExchangeError
 from disagmoe.runtime.mail import WORD_BYTES
 from disagmoe.runtime.transport import Slab
 from disagmoe.runtime.wire import Format, Splits
+
+Numbers = np.ndarray[Any, np.dtype[Any]]
 
 ROW_WORDS = 2
 _COPIES_SHIFT = 16
@@ -141,26 +145,36 @@ def depart(
     one row per (token, member), otherwise one per copy. `everywhere`: every token
     goes to every member within reach, whether it has an expert there or not.
     """
-    size = load.tokens.shape[0]
+    size, device = load.tokens.shape[0], load.tokens.device
     if not size:
         nothing = End(0, (0,) * members)
         return Departure(nothing, nothing, Slab(load.tokens.to(torch.int32), nothing.splits))
-    member = reach.index_select(0, expert_holder).index_select(0, load.expert)
-    if member.numel() and int(member.amin()) < 0:
-        raise ExchangeError(f"experts {sorted(set(load.expert[member < 0].tolist()))} cannot be reached from here")
-    home_member = torch.cat((reach, reach.new_tensor([-1])))[load.home]
+    held, reached, expert, home = _host(expert_holder), _host(reach), _host(load.expert), _host(load.home)
+    member = reached[held][expert]
+    if member.size and member.min() < 0:
+        raise ExchangeError(f"experts {np.unique(expert[member < 0]).tolist()} cannot be reached from here")
+    at_home = np.append(reached, -1)[home]
     if merged:
-        anyway = reach[reach >= 0] if everywhere else reach[:0]
-        sources, splits, row_of_copy, home = _merged_rows(load, member, home_member, anyway, members)
+        rows = _merged_rows(
+            _host(load.row), home, member, at_home, reached[reached >= 0] if everywhere else None, members
+        )
     else:
-        sources, splits, row_of_copy, home = _single_rows(load, member, home_member, expert_holder, members)
-    copies = row_of_copy.argsort(stable=True)
-    per_row = torch.bincount(row_of_copy, minlength=sources.shape[0])
-    rows, copy_end = End(size, splits, sources), End(load.row.shape[0], _splits(member, members), copies)
-    row_words = torch.stack((load.tokens[sources], per_row << _COPIES_SHIFT | (home + 1)), 1).to(torch.int32)
-    weights = load.weight[copies].view(torch.int32).view(copies.shape[0], load.weight.element_size() // WORD_BYTES)
-    copy_words = torch.cat((load.expert[copies].to(torch.int32).unsqueeze(1), weights), 1)
-    return Departure(rows, copy_end, _join_words(row_words, rows.splits, copy_words, copy_end.splits))
+        rows = _single_rows(_host(load.row), home, member, at_home, held[expert], members)
+    copies = rows.of_copy.argsort(kind="stable")
+    row_words = np.empty((rows.source.size, ROW_WORDS), np.int32)
+    row_words[:, 0] = _host(load.tokens)[rows.source]
+    row_words[:, 1] = np.bincount(rows.of_copy, minlength=rows.source.size) << _COPIES_SHIFT | (rows.home + 1)
+    weight_words = load.weight.element_size() // WORD_BYTES
+    copy_words = np.empty((copies.size, 1 + weight_words), np.int32)
+    copy_words[:, 0] = expert[copies]
+    copy_words[:, 1:] = _host(load.weight)[copies].view(np.int32).reshape(-1, weight_words)
+    copy_splits = tuple(np.bincount(member, minlength=members).tolist())
+    words = _join_words(row_words, rows.splits, copy_words, copy_splits)
+    return Departure(
+        End(size, rows.splits, torch.from_numpy(rows.source).to(device)),
+        End(load.row.shape[0], copy_splits, torch.from_numpy(copies).to(device)),
+        Slab(words.data.to(device), words.splits),
+    )
 
 
 def arrive(words: Slab, row_splits: Splits, form: Format, members: Sequence[int], me: int) -> tuple[Load, Splits]:
@@ -199,57 +213,73 @@ def return_end(tokens: Tensor, member: Tensor, members: int) -> tuple[End, Slab]
     return end, Slab(tokens[order].to(torch.int32), end.splits)
 
 
+class _Rows(NamedTuple):
+    """Rows of a departure by member: `source` of each in the load, `home` it tells; the row `of_copy` of each copy."""
+
+    source: Numbers
+    splits: Splits
+    of_copy: Numbers
+    home: Numbers
+
+
 def _merged_rows(
-    load: Load, member: Tensor, home_member: Tensor, anyway: Tensor, members: int
-) -> tuple[Tensor, Splits, Tensor, Tensor]:
+    row: Numbers, home: Numbers, member: Numbers, at_home: Numbers, anyway: Numbers | None, members: int
+) -> _Rows:
     """One row per (member, token) with a copy or the home there, and for all tokens of the members `anyway`."""
-    size, device = load.tokens.shape[0], load.tokens.device
-    cell = member * size + load.row
+    size = home.size
+    cell = member * size + row
     # One more line than members: there lie the homes of member -1, that is nowhere.
-    there = torch.zeros((members + 1) * size, dtype=torch.bool, device=device)
-    there.index_fill_(0, cell, True)
-    there.index_fill_(0, home_member * size + torch.arange(size, device=device), True)
-    there.view(members + 1, size).index_fill_(0, anyway, True)
+    there = np.zeros((members + 1) * size, np.bool_)
+    there[cell] = True
+    there[at_home * size + np.arange(size)] = True
     there = there[: members * size]
-    source = there.nonzero().view(-1).remainder(size)
-    splits = tuple(there.view(members, size).sum(1).tolist())
-    return source, splits, there.cumsum(0).index_select(0, cell) - 1, load.home.index_select(0, source)
+    lines = there.reshape(members, size)
+    if anyway is not None:
+        lines[anyway] = True
+    source = np.flatnonzero(there) % size
+    return _Rows(source, tuple(lines.sum(1).tolist()), there.cumsum()[cell] - 1, home[source])
 
 
 def _single_rows(
-    load: Load, member: Tensor, home_member: Tensor, expert_holder: Tensor, members: int
-) -> tuple[Tensor, Splits, Tensor, Tensor]:
+    row: Numbers, home: Numbers, member: Numbers, at_home: Numbers, holder: Numbers, members: int
+) -> _Rows:
     """One row per copy; the first copy that goes home says so, and where none does a row is added."""
-    size, count, device = load.tokens.shape[0], load.row.shape[0], load.tokens.device
-    goes_home = torch.nonzero(expert_holder[load.expert] == load.home[load.row]).flatten()
-    first = torch.full((size,), count, device=device).scatter_reduce_(0, load.row[goes_home], goes_home, "amin")
+    size, count = home.size, row.size
+    goes_home = np.flatnonzero(holder == home[row])[::-1]
+    first = np.full(size, count)
+    first[row[goes_home]] = goes_home  # of several the last written stays, which is the first copy
     marked = first[first < count]
-    extra = torch.nonzero((first == count) & (home_member >= 0)).flatten()
-    source = torch.cat((load.row, extra))
-    row_member = torch.cat((member, home_member[extra]))
-    home = torch.full_like(source, -1)
-    home[marked] = load.home[load.row[marked]]
-    home[count:] = load.home[extra]
-    order = (row_member * size + source).argsort(stable=True)
-    row_of_copy = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=device))[:count]
-    return source[order], _splits(row_member, members), row_of_copy, home[order]
+    extra = np.flatnonzero((first == count) & (at_home >= 0))
+    source, row_member = np.concatenate((row, extra)), np.concatenate((member, at_home[extra]))
+    told = np.full(source.size, -1)
+    told[marked] = home[row[marked]]
+    told[count:] = home[extra]
+    order = (row_member * size + source).argsort(kind="stable")
+    of_copy = np.empty_like(order)
+    of_copy[order] = np.arange(order.size)
+    splits = tuple(np.bincount(row_member, minlength=members).tolist())
+    return _Rows(source[order], splits, of_copy[:count], told[order])
+
+
+def _host(numbers: Tensor) -> Numbers:
+    """Routes are found on the host, which must know their sizes anyway: there an array operation costs far less."""
+    array: Numbers = numbers.cpu().numpy()
+    return array
 
 
 def _splits(member: Tensor, members: int) -> Splits:
     return tuple(torch.bincount(member, minlength=members).tolist())
 
 
-def _join_words(row_words: Tensor, row_splits: Splits, copy_words: Tensor, copy_splits: Splits) -> Slab:
+def _join_words(row_words: Numbers, row_splits: Splits, copy_words: Numbers, copy_splits: Splits) -> Slab:
     """Per member its row words, then its copy words."""
     parts, splits = [], []
-    flat_rows, flat_copies = row_words.view(-1), copy_words.view(-1)
     at_row = at_copy = 0
     for r, c in zip(row_splits, copy_splits, strict=True):
-        r, c = r * row_words.shape[1], c * copy_words.shape[1]
-        parts += [flat_rows[at_row : at_row + r], flat_copies[at_copy : at_copy + c]]
-        splits.append(r + c)
+        parts += [row_words[at_row : at_row + r].reshape(-1), copy_words[at_copy : at_copy + c].reshape(-1)]
+        splits.append(parts[-2].size + parts[-1].size)
         at_row, at_copy = at_row + r, at_copy + c
-    return Slab(torch.cat(parts), tuple(splits))
+    return Slab(torch.from_numpy(np.concatenate(parts)), tuple(splits))
 
 
 def _part_words(words: Slab, row_splits: Splits, copy_splits: Splits, per_copy: int) -> tuple[Tensor, Tensor]:
