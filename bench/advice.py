@@ -194,7 +194,14 @@ def _split(system: System, problem: Problem, fixed: Mapping[str, Any], settings:
     except Infeasible as reason:
         return Split(None, None, None, None, None, 0, None, str(reason))
     try:
-        seed = allocate(problem, sizes=sizes, memory=weigh.bound, check=weigh.whole, settings=settings)
+        seed = allocate(
+            problem,
+            sizes=sizes,
+            memory=weigh.bound,
+            check=weigh.whole,
+            recompute=weigh.recompute,
+            settings=settings,
+        )
     except Infeasible as reason:
         return Split(None, None, None, None, None, 0, free, str(reason))
     even_s = _even(system, problem, defaults, settings, weigh)
@@ -250,7 +257,13 @@ def _even(
         sizes = Sizes(n=(n,), m=(n,))
         try:
             plan = allocate(
-                problem, mode="equal_nics", sizes=sizes, memory=weigh.bound, check=weigh.whole, settings=settings
+                problem,
+                mode="equal_nics",
+                sizes=sizes,
+                memory=weigh.bound,
+                check=weigh.whole,
+                recompute=weigh.recompute,
+                settings=settings,
             )
         except Infeasible:
             continue

@@ -1,4 +1,4 @@
-"""tuning.csv: every candidate a system's search looked at, and what became of it."""
+"""tuning.csv: every candidate a system's search looked at, why (the allocator's seed, ...), and what became of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from bench.evaluate import Evaluation
 
 FILE = "tuning.csv"
-COLUMNS = ("view", "system", "variant", "outcome", "step_s", "bound_s", "needed_gib", "candidate", "reason")
+COLUMNS = ("view", "system", "variant", "origin", "outcome", "step_s", "bound_s", "needed_gib", "candidate", "reason")
 
 
 def write_tuning(path: Path, evaluation: Evaluation) -> None:
@@ -21,4 +21,4 @@ def write_tuning(path: Path, evaluation: Evaluation) -> None:
             for trial in outcome.tuned.trials if outcome.tuned is not None else ():
                 candidate = " ".join(f"{key}={value}" for key, value in sorted(trial.candidate.items()))
                 numbers = ["" if x is None else repr(float(x)) for x in (trial.step_s, trial.bound_s, trial.needed_gib)]
-                writer.writerow([*label, trial.outcome, *numbers, candidate, trial.reason])
+                writer.writerow([*label, trial.origin, trial.outcome, *numbers, candidate, trial.reason])

@@ -13,13 +13,13 @@ does 4 and spells the result out. What does not fit in memory is never chosen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from disagmoe.allocator.nodes import NodeKind, NodeUse, Placer, node_kinds, node_uses, rate_levels
-from disagmoe.allocator.options import Option, options
+from disagmoe.allocator.options import Option, RecomputeOf, pricer
 from disagmoe.allocator.shapes import MemoryOf, Shape, Sizes, shapes
 from disagmoe.allocator.solvers import Infeasible
 from disagmoe.system import Problem
@@ -31,7 +31,10 @@ BINDS = ("compute A", "compute F", "NIC A", "NIC F")
 
 @dataclass(frozen=True)
 class AllocationModel:
-    """Everything a search knows: nodes, the ways to use them, the NIC rates these give, options and memory."""
+    """Everything a search knows: nodes, the ways to use them, the NIC rates these give, options and memory.
+
+    `price` prices a Shape anew, once more is known about what it must recompute.
+    """
 
     kinds: tuple[NodeKind, ...]
     uses: tuple[NodeUse, ...]
@@ -39,6 +42,7 @@ class AllocationModel:
     options: tuple[Option, ...]
     limit_gib: float
     mode: str = "whole_nodes"
+    price: Callable[[Shape], Option] | None = field(default=None, compare=False)
 
     @property
     def fitting(self) -> tuple[Option, ...]:
@@ -49,7 +53,11 @@ class AllocationModel:
 
 
 def allocation_model(
-    problem: Problem, mode: str = "whole_nodes", sizes: Sizes | None = None, memory: MemoryOf | None = None
+    problem: Problem,
+    mode: str = "whole_nodes",
+    sizes: Sizes | None = None,
+    memory: MemoryOf | None = None,
+    recompute: RecomputeOf | None = None,
 ) -> AllocationModel:
     """The model of one problem. Raises Infeasible where the cluster is too small to divide."""
     cluster = problem.cluster
@@ -58,8 +66,10 @@ def allocation_model(
     kinds = node_kinds(cluster, mode)
     uses = node_uses(kinds, mode)
     levels = rate_levels(uses)
-    priced = options(problem, levels, shapes(problem, sizes), memory) if all(levels) else ()
-    return AllocationModel(kinds, uses, levels, priced, cluster.limit_gib, mode)
+    shared = mode == "shared_nodes" or cluster.nodes == 1
+    price = pricer(problem, levels, memory, recompute, shared=shared)
+    priced = tuple(map(price, shapes(problem, sizes))) if all(levels) else ()
+    return AllocationModel(kinds, uses, levels, priced, cluster.limit_gib, mode, price)
 
 
 @dataclass(frozen=True)

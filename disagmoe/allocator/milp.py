@@ -34,7 +34,7 @@ from disagmoe.allocator.allocation import (
     why_infeasible,
 )
 from disagmoe.allocator.exhaustive import search
-from disagmoe.allocator.options import Option
+from disagmoe.allocator.options import Option, RecomputeOf
 from disagmoe.allocator.shapes import MemoryOf, Shape, Sizes
 from disagmoe.allocator.solvers import (
     EXHAUSTIVE,
@@ -56,6 +56,7 @@ def allocate(
     sizes: Sizes | None = None,
     memory: MemoryOf | None = None,
     check: MemoryOf | None = None,
+    recompute: RecomputeOf | None = None,
     settings: Settings | None = None,
 ) -> Allocation:
     """The best division of a problem's cluster.
@@ -64,7 +65,8 @@ def allocate(
     nothing fits in memory with it, double and so on, then half. `memory` gives
     GiB per Shape (default: weights, gradients and optimizer state); `check` gives
     the whole of it and is asked only about Shapes that were chosen: what it
-    refuses is out. Raises Infeasible naming the limit that binds, SolverError where
+    refuses is out. `recompute` says what a Shape must recompute to fit, which costs
+    time; it is asked again after `check`. Raises Infeasible naming the limit that binds, SolverError where
     the solver fails.
     """
     settings = settings or Settings()
@@ -72,7 +74,7 @@ def allocate(
     reasons: list[Infeasible] = []
     for tier in tiers:
         try:
-            return solve(allocation_model(problem, mode, tier, memory), settings, check)
+            return solve(allocation_model(problem, mode, tier, memory, recompute), settings, check)
         except Infeasible as reason:
             reasons.append(reason)
     # A size that could be placed comes closest: what it lacks is memory.
@@ -108,14 +110,16 @@ def solve(model: AllocationModel, settings: Settings | None = None, check: Memor
 def _weed(
     model: AllocationModel, check: MemoryOf, choose: Callable[[AllocationModel], Choice]
 ) -> tuple[Choice, AllocationModel]:
-    """The first choice that `check` lets pass, and the model with the memory that was found on the way."""
+    """The first choice that `check` lets pass, and the model with the memory and times that were found on the way."""
     while True:
         choice = choose(model)
         shape = choice.option.shape
         needed = check(shape)
-        options = tuple(replace(o, memory_gib=needed) if o.shape == shape else o for o in model.options)
-        model = replace(model, options=options)
-        if max(needed) <= model.limit_gib:
+        priced = choice.option if model.price is None else model.price(shape)
+        known = replace(priced, memory_gib=choice.option.memory_gib) == choice.option
+        priced = replace(priced, memory_gib=needed)
+        model = replace(model, options=tuple(priced if o.shape == shape else o for o in model.options))
+        if known and max(needed) <= model.limit_gib:
             return choice, model
 
 

@@ -4,30 +4,36 @@ A Shape says how deep the ring is (p), how often it is replicated (dp), how many
 GPUs an attention group (m) and an expert group (n) have, and how many sequences a
 micro-batch has. An Option is a Shape with the numbers the allocation weighs:
 
-    compute   a group's own compute in a step, and its wait until the first micro-batch has come
-              through the groups before it and the last gradient has gone back through them
-    network   a group's dispatch and combine in one direction, by NIC rate
+    compute   a group's own compute in a step, what it must recompute included, and its wait until the
+              first micro-batch has come through the groups before it and the last gradient has gone
+              back through them
+    network   a group's dispatch and combine in one direction, and tokens sent again, by NIC rate
     memory    GiB of the fullest GPU of either pool
 
 each for the group of a pool that takes longest, so that no step is shorter than the
 largest of the times. Gradient sync, the optimizer and everything a schedule adds are
 left to the step function of the local search. Prices follow disagmoe.plan.pricing;
-experts of a group lie on as few nodes as hold it.
+experts of a group lie on as few nodes as hold it. Where nodes hold GPUs of both pools,
+an attention group and the experts of its layers are taken to share as few nodes as
+hold both: what stays on a node crosses NVLink only, the rest NICs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
 
 from disagmoe.allocator.shapes import MemoryOf, Shape
 from disagmoe.allocator.static_memory import static_memory_of
-from disagmoe.ops import Phase
+from disagmoe.cost.recompute import NO_RECOMPUTE, Recompute
+from disagmoe.ops import Kind, Phase
 from disagmoe.plan.memory import local_experts
 from disagmoe.system import Problem
 
+RecomputeOf = Callable[[Shape], Recompute]
+"""What a plan of a Shape must recompute to fit, as far as is known."""
 FAST_GBS = 1e9
 """The NIC rate of the end that is not asked about: never the slower one."""
 
@@ -58,16 +64,31 @@ class Option:
         return max(self.memory_gib)
 
 
+def pricer(
+    problem: Problem,
+    levels: tuple[tuple[float, ...], tuple[float, ...]],
+    memory: MemoryOf | None = None,
+    recompute: RecomputeOf | None = None,
+    *,
+    shared: bool = False,
+) -> Callable[[Shape], Option]:
+    """Prices Shapes at the NIC rates of `levels` (GB/s of a GPU, attention first).
+
+    `shared`: nodes may hold GPUs of both pools.
+    """
+    prices = _Pricer(problem, levels, shared)
+    memory, recompute = memory or static_memory_of(problem), recompute or (lambda shape: NO_RECOMPUTE)
+    return lambda shape: prices.option(shape, memory(shape), recompute(shape))
+
+
 def options(
     problem: Problem,
     levels: tuple[tuple[float, ...], tuple[float, ...]],
     chosen: Iterable[Shape],
     memory: MemoryOf | None = None,
 ) -> tuple[Option, ...]:
-    """Price Shapes at the NIC rates of `levels` (GB/s of a GPU, attention first)."""
-    pricer = _Pricer(problem, levels)
-    memory = memory or static_memory_of(problem)
-    return tuple(pricer.option(shape, memory(shape)) for shape in chosen)
+    """Shapes priced without recompute, pools on nodes of their own."""
+    return tuple(map(pricer(problem, levels, memory), chosen))
 
 
 LayerKind = tuple[bool, int | None]
@@ -85,12 +106,27 @@ class _Group:
     nic_gbs: float
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Nodes an expert group lies on, and the shares of dispatch and combine that cross no NIC."""
+
+    nodes: int
+    dispatch_local: float
+    combine_local: float
+
+
+_PHASES = (Phase.F, Phase.B)
+
+
 class _Pricer:
     """Times of a Shape. Layers of one kind (MoE?, window) share their prices."""
 
-    def __init__(self, problem: Problem, levels: tuple[tuple[float, ...], tuple[float, ...]]) -> None:
+    def __init__(
+        self, problem: Problem, levels: tuple[tuple[float, ...], tuple[float, ...]], shared: bool = False
+    ) -> None:
         self.problem = problem
         self.levels = levels
+        self.shared = shared
         model = problem.model
         self.kinds = [(model.is_moe(layer), model.window(layer)) for layer in range(model.layers)]
         self._example = {kind: layer for layer, kind in reversed(list(enumerate(self.kinds)))}
@@ -99,13 +135,14 @@ class _Pricer:
         self._ends = cache(self._ends_s)
         self._layers = cache(self._layers_of)
 
-    def option(self, shape: Shape, memory_gib: tuple[float, float]) -> Option:
+    def option(self, shape: Shape, memory_gib: tuple[float, float], redone: Recompute) -> Option:
         work = self.problem.workload
         count = ceil(work.global_batch / (shape.micro_batch * shape.dp * shape.m))
-        ffn = cache(lambda kind: self._ffn_s(kind, shape))
+        ffn = cache(lambda kind: self._ffn_s(kind, shape, redone))
+        passed = cache(lambda kind: self._ffn_s(kind, shape, NO_RECOMPUTE))
         own = {
             layers: (
-                sum(self._attention(kind, shape.micro_batch, shape.n) * k for kind, k in layers),
+                sum(self._attention(kind, shape.micro_batch, shape.n, redone) * k for kind, k in layers),
                 sum(ffn(kind) * k for kind, k in layers),
             )
             for layers in dict.fromkeys(self._layers(shape.p))
@@ -120,24 +157,37 @@ class _Pricer:
             attention_s = own[layers][0] + (embed if group == 0 else 0.0)
             expert_s = own[layers][1] + (head if group == last else 0.0)
             busy[0] = max(busy[0], wait + count * attention_s * slowed[group])
-            wait += self._attention(kind, shape.micro_batch, shape.n) + moved
+            # A repeat may be done while the gradient is still on its way: it is work, no waiting.
+            wait += self._attention(kind, shape.micro_batch, shape.n, NO_RECOMPUTE) + moved
             busy[1] = max(busy[1], wait + count * expert_s * slowed[shape.p + group])
-            wait += ffn(kind) + moved
+            wait += passed(kind) + moved
         return Option(
             shape=shape,
             compute_s=(busy[0], busy[1]),
-            network_s=(self._network_s(shape, 0, count), self._network_s(shape, 1, count)),
+            network_s=(self._network_s(shape, 0, count, redone), self._network_s(shape, 1, count, redone)),
             memory_gib=memory_gib,
         )
 
     def _fastest(self, shape: Shape, kind: LayerKind) -> float:
         """Forward and backward transfer of one layer in one direction with the fastest NICs there are."""
-        copies = "experts" if kind[0] else "one"
+        copies, place = "experts" if kind[0] else "one", self._place(shape)
         rates = (self.levels[0][-1], self.levels[1][-1])
         return max(
-            self._sends(shape.micro_batch, 1, shape.n, 0, rates[0], copies),
-            self._sends(shape.micro_batch, shape.m, shape.n, 1, rates[1], copies),
+            self._sends(shape.micro_batch, 1, shape.n, 0, rates[0], copies, place, False),
+            self._sends(shape.micro_batch, shape.m, shape.n, 1, rates[1], copies, place, False),
         )
+
+    def _place(self, shape: Shape) -> _Place:
+        """Where the experts of a group lie, and which of its transfers stay on a node."""
+        size = self.problem.cluster.gpus_per_node
+        if not self.shared:
+            return _Place(ceil(shape.n / size), 0.0, 0.0)
+        ring = shape.p * (shape.m + shape.n)
+        if ring <= size:
+            return _Place(1, 1.0, 1.0)
+        nodes = min(shape.n, ceil((shape.m + shape.n) / size))
+        # The next layer's attention is elsewhere, but in a ring of one group.
+        return _Place(nodes, 1.0 / nodes, 1.0 / nodes if shape.p == 1 else 0.0)
 
     def _layers_of(self, p: int) -> list[Layers]:
         """Per group: its kinds of layers and how many of each."""
@@ -147,20 +197,23 @@ class _Pricer:
             groups.append(tuple((kind, mine.count(kind)) for kind in dict.fromkeys(mine)))
         return groups
 
-    def _attention_s(self, kind: LayerKind, sequences: int, n: int) -> float:
+    def _attention_s(self, kind: LayerKind, sequences: int, n: int, redone: Recompute) -> float:
         layer, costs = self._example[kind], self.problem.costs
         packed = costs.copy_work(self.problem.merge, n).packed
-        return sum(costs.attention(layer, phase, float(sequences), packed=packed) for phase in (Phase.F, Phase.B))
+        phases = (*_PHASES, Phase.R) if Kind.ATTN in redone.repeated(disaggregated=True) else _PHASES
+        seconds = sum(costs.attention(layer, phase, float(sequences), packed=packed) for phase in phases)
+        return seconds + costs.attention_redone(layer, float(sequences), redone)
 
-    def _ffn_s(self, kind: LayerKind, shape: Shape) -> float:
-        """Forward and backward of one layer on the fullest expert GPU."""
+    def _ffn_s(self, kind: LayerKind, shape: Shape, redone: Recompute) -> float:
+        """Forward, backward and repeat of one layer on the fullest expert GPU."""
         problem = self.problem
         home = float(shape.micro_batch * problem.workload.seq) * (shape.m / shape.n)
         local = local_experts(problem.model, shape.n)
         imbalance = local * shape.n / problem.model.experts * problem.workload.skew
         rows = home * problem.model.top_k * imbalance if kind[0] else 0.0
         copies = problem.costs.copy_work(problem.merge, shape.n)
-        return sum(
+        phases = (*_PHASES, Phase.R) if Kind.FFN in redone.repeated(disaggregated=True) else _PHASES
+        seconds = sum(
             problem.costs.ffn(
                 self._example[kind],
                 phase,
@@ -170,8 +223,9 @@ class _Pricer:
                 returned=copies.returned,
                 normed=home * (copies.received(imbalance) if kind[0] else 1.0),
             )
-            for phase in (Phase.F, Phase.B)
+            for phase in phases
         )
+        return seconds + problem.costs.experts_redone(rows, redone)
 
     def _ends_s(self, sequences: int, spread: float) -> tuple[float, float]:
         """Embedding on an attention GPU and output head on an expert GPU, forward and backward."""
@@ -182,24 +236,36 @@ class _Pricer:
             sum(costs.head(phase, tokens * spread) for phase in (Phase.F, Phase.B)),
         )
 
-    def _network_s(self, shape: Shape, pool: int, count: int) -> tuple[float, ...]:
+    def _network_s(self, shape: Shape, pool: int, count: int, redone: Recompute) -> tuple[float, ...]:
         """What a GPU of the busiest group exchanges with the other pool in one direction, per NIC rate."""
         m = shape.m if pool else 1  # of the attention side only its own tokens matter
         distinct = tuple(dict.fromkeys(self._layers(shape.p)))
+        place, again = self._place(shape), Kind.DISPATCH in redone.repeated(disaggregated=True)
         seconds = []
         for rate in self.levels[pool]:
-            moe = self._sends(shape.micro_batch, m, shape.n, pool, rate, "experts")
-            dense = self._sends(shape.micro_batch, m, shape.n, pool, rate, "one")
+            moe = self._sends(shape.micro_batch, m, shape.n, pool, rate, "experts", place, again)
+            dense = self._sends(shape.micro_batch, m, shape.n, pool, rate, "one", place, again)
             busiest = max(sum((moe if kind[0] else dense) * k for kind, k in layers) for layers in distinct)
             seconds.append(count * busiest)
         return tuple(seconds)
 
-    def _sends_s(self, sequences: int, m: int, n: int, pool: int, rate: float, copies: str) -> float:
-        """Forward and backward transfer of one layer in one direction, with only one end's NICs in the way."""
+    def _sends_s(
+        self, sequences: int, m: int, n: int, pool: int, rate: float, copies: str, place: _Place, again: bool
+    ) -> float:
+        """Dispatch and gradient of the combine of one layer, with only one end's NICs in the way.
+
+        `again`: the tokens are sent once more for the repeated forward.
+        """
         size = self.problem.cluster.gpus_per_node
         senders = _Group(m, ceil(m / size), FAST_GBS if pool else rate)
-        receivers = _Group(n, ceil(n / size), rate if pool else FAST_GBS)
-        transfers = (
+        receivers = _Group(n, place.nodes, rate if pool else FAST_GBS)
+        dispatch_local = place.dispatch_local
+        if copies == "one" and dispatch_local:  # a dense layer's tokens stay where they are
+            dispatch_local = 1.0
+        sent = [(Phase.F, False, dispatch_local), (Phase.B, True, place.combine_local)]
+        if again:
+            sent.append((Phase.R, False, dispatch_local))
+        return sum(
             self.problem.costs.m2n(
                 tokens=float(sequences * self.problem.workload.seq),
                 senders=senders,
@@ -208,8 +274,8 @@ class _Pricer:
                 transport=self.problem.transport,
                 merge=self.problem.merge,
                 phase=phase,
-                combine=phase is Phase.B,
-            )
-            for phase in (Phase.F, Phase.B)
+                combine=combine,
+                local=local,
+            ).seconds
+            for phase, combine, local in sent
         )
-        return sum(transfer.seconds for transfer in transfers)

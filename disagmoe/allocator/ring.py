@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from math import ceil, inf
+from math import ceil, gcd, inf
 
 from disagmoe.allocator.allocation import Allocation
 from disagmoe.allocator.local_search import Axis, Space, Value
 from disagmoe.allocator.shapes import MICRO_BATCHES, Shape, Sizes
 from disagmoe.allocator.static_memory import static_memory_of
+from disagmoe.cost.recompute import Recompute
 from disagmoe.plan.memory_report import lower_bound_gib, memory_report
 from disagmoe.plan.plan import Layout
 from disagmoe.system import Candidate, NotApplicable, Problem, System, recompute_levels, without_recompute
@@ -30,11 +31,12 @@ GROUPS = (2, 3, 4)
 
 
 def ring_candidate(
-    shape: Shape, rule: str, defaults: Mapping[str, Value], depths: int = GROUPS[-1]
+    shape: Shape, rule: str, defaults: Mapping[str, Value], depths: int = GROUPS[-1], node_gpus: int = 1
 ) -> dict[str, Value]:
     """The planner's candidate of a Shape under a NIC rule, with `depths` depths of the ring in flight.
 
-    `defaults` holds what a Shape does not decide ("order", ...).
+    `defaults` holds what a Shape does not decide ("order", ...). Pools that share nodes
+    of `node_gpus` GPUs do so on as few as a stage fits on.
     """
     return {
         **defaults,
@@ -43,10 +45,16 @@ def ring_candidate(
         "dp": shape.dp,
         "m": shape.m,
         "n": shape.n,
-        "stage_nodes": 1 if rule == "shared_nodes" else 0,
+        "stage_nodes": _stage_nodes(shape, node_gpus) if rule == "shared_nodes" else 0,
         "micro_batch": shape.micro_batch,
         "group": depths * shape.p,
     }
+
+
+def _stage_nodes(shape: Shape, node_gpus: int) -> int:
+    """The fewest nodes on which both groups of a stage lie evenly; 1 where there is no such number."""
+    both = gcd(shape.m, shape.n)
+    return next((k for k in range(1, both + 1) if both % k == 0 and (shape.m + shape.n) // k <= node_gpus), 1)
 
 
 def ring_candidates(plan: Allocation, defaults: Mapping[str, Value]) -> list[dict[str, Value]]:
@@ -59,7 +67,10 @@ def ring_candidates(plan: Allocation, defaults: Mapping[str, Value]) -> list[dic
         rules = ("shared_nodes",)
     elif max(plan.attention.nodes, plan.expert.nodes) > len(plan.nodes) // 2:
         rules = tuple(reversed(RULES))
-    return [ring_candidate(plan.shape, rule, defaults, depths) for rule in rules for depths in (GROUPS[-1], GROUPS[0])]
+    most = max((sum(use.gpus) for use in plan.nodes if use is not None), default=1)
+    return [
+        ring_candidate(plan.shape, rule, defaults, depths, most) for rule in rules for depths in (GROUPS[-1], GROUPS[0])
+    ]
 
 
 class RingMemory:
@@ -77,36 +88,54 @@ class RingMemory:
         self.static = static_memory_of(problem)
         self.levels = recompute_levels(system)
         self.rules = RULES if problem.cluster.nodes > 1 else ("shared_nodes",)
+        self._least = cache(self._bounds)
         self._whole = cache(self._peaks)
+        self._levels_of: dict[Shape, int] = {}
 
     def bound(self, shape: Shape) -> tuple[float, float]:
-        """Weights, gradients and optimizer, and one micro-batch in flight with the most recompute."""
+        """Weights, gradients and optimizer, and what must be in flight, with the least recompute that may fit."""
+        return self._least(shape)[1]
+
+    def recompute(self, shape: Shape) -> Recompute:
+        """What a Shape must recompute: by its own program where `whole` was asked, else by the bound."""
+        level = self._levels_of.get(shape)
+        return Recompute.of(self.levels[self._least(shape)[0] if level is None else level])
+
+    def _bounds(self, shape: Shape) -> tuple[int, tuple[float, float]]:
+        """The least recompute level that may fit (the last where none does), and a bound on memory."""
+        limit, last = self.problem.cluster.limit_gib, len(self.levels) - 1
         fixed = self.static(shape)
-        if max(fixed) > self.problem.cluster.limit_gib:
-            return fixed
+        if max(fixed) > limit:
+            return last, fixed
         least = inf
-        for extra in reversed(self.levels):
-            layout = self._layout(shape, extra)
+        for level in (last, *range(last)):  # where the most recompute does not fit, less hardly does
+            layout = self._layout(shape, self.levels[level])
             if layout is None:
-                return fixed
-            least = min(least, lower_bound_gib(layout, self.problem.model, self.problem.workload))
-            if least <= self.problem.cluster.limit_gib:
-                break
-        return self._of_fullest(shape, least)
+                return last, fixed
+            gib = lower_bound_gib(layout, self.problem.model, self.problem.workload)
+            if level == last and gib > limit:
+                return last, self._of_fullest(shape, gib)
+            if level < last and gib <= limit:
+                return level, self._of_fullest(shape, gib)
+            least = min(least, gib)
+        return last, self._of_fullest(shape, least)
 
     def whole(self, shape: Shape) -> tuple[float, float]:
         """Peaks of both pools over the order of the planner's program."""
         return self._whole(shape)
 
     def _peaks(self, shape: Shape) -> tuple[float, float]:
-        limit = self.problem.cluster.limit_gib
-        choices = list(product(self.levels, (GROUPS[-1], GROUPS[0])))
-        least = self._peaks_of(shape, *choices[-1])  # the most recompute and the fewest micro-batches in flight
+        limit, last = self.problem.cluster.limit_gib, len(self.levels) - 1
+        choices = list(product(range(last + 1), (GROUPS[-1], GROUPS[0])))
+        # The most recompute and the fewest micro-batches in flight hold the least.
+        least = self._peaks_of(shape, self.levels[last], GROUPS[0])
+        self._levels_of[shape] = last
         if max(least) > limit:
             return least
-        for extra, depths in choices[:-1]:
-            peaks = self._peaks_of(shape, extra, depths)
+        for level, depths in choices[:-1]:
+            peaks = self._peaks_of(shape, self.levels[level], depths)
             if max(peaks) <= limit:
+                self._levels_of[shape] = level
                 return peaks
         return least
 
@@ -135,7 +164,8 @@ class RingMemory:
     def _layout(self, shape: Shape, extra: Candidate, depths: int = GROUPS[-1]) -> Layout | None:
         for rule in self.rules:
             try:
-                return self.system.layout(self.problem, {**ring_candidate(shape, rule, self.defaults, depths), **extra})
+                candidate = ring_candidate(shape, rule, self.defaults, depths, self.problem.cluster.gpus_per_node)
+                return self.system.layout(self.problem, {**candidate, **extra})
             except NotApplicable:
                 continue
         return None

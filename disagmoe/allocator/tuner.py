@@ -14,6 +14,7 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from disagmoe.allocator.seeding import neighbours, seeds
 from disagmoe.cost.recompute import Recompute
 from disagmoe.ops import Kind
 from disagmoe.plan.bounds import lower_bound_s
@@ -31,13 +32,17 @@ DEFAULT_BUDGET = 64
 """Candidates timed per round."""
 REFINED_PLANS = 3
 """Best plans whose refinements are timed too."""
+MOST_MOVES = 8
+"""Times a better neighbour becomes the one whose neighbours are tried."""
 
 
 @dataclass(frozen=True)
 class Trial:
     """One candidate and what became of it.
 
-    `outcome` is "timed", "memory" (does not fit), "bound" (a better plan was
+    `origin` says why it was looked at: "seed" (the allocator's program proposed it),
+    "candidate" (of the system's search space), "refinement" (of a good one) or
+    "neighbour" (of the best one). `outcome` is "timed", "memory" (does not fit), "bound" (a better plan was
     already known), "budget" (enough were timed) or "not placeable"; the numbers
     that do not apply are None.
     """
@@ -48,6 +53,7 @@ class Trial:
     needed_gib: float | None = None
     bound_s: float | None = None
     step_s: float | None = None
+    origin: str = "candidate"
 
 
 @dataclass(frozen=True)
@@ -79,11 +85,13 @@ def tune(
 ) -> Tuned:
     """Fastest plan of `system` that fits; ties go to the earlier candidate.
 
-    The search has two rounds: the system's candidates by rising lower bound (at
-    most `budget` of them are timed), then the refinements of the best
-    REFINED_PLANS. What a bound rules out in the first round could not be among
-    those either. A plan fits where its memory by the order of its Program does
-    and, with `peak`, its memory as it ran; `peak` is only asked for plans that
+    For a ring planner the allocator's seeds come first. Then the search has two
+    rounds: the system's candidates by rising lower bound (at most `budget` of them
+    are timed), then the refinements of the best REFINED_PLANS; of a ring planner
+    also the neighbours of the best plan, as long as they are better. What a bound
+    rules out in the first round could not be among those refined either. A plan
+    fits where its memory by the order of its Program does and, with `peak`, its
+    memory as it ran; `peak` is only asked for plans that
     would be the best so far, right after their `step`. `on_trial(timed)` reports
     progress.
     """
@@ -93,12 +101,15 @@ def tune(
         return Tuned("not_applicable", str(reason), None, None, None, None, ())
 
     search = _Search(system, problem, step, peak, on_trial)
+    first = seeds(system, problem, candidates)
     for tier in sorted({int(c.get("tier", 0)) for c in candidates}):
         tried = [c for c in candidates if int(c.get("tier", 0)) == tier]
         refined = any(True for _ in system.refinements(problem, tried[0]))
-        search.run(tried, budget, keep=REFINED_PLANS if refined else 1)
+        search.run([c for c in first if int(c["tier"]) == tier], budget, "seed", keep=REFINED_PLANS)
+        search.run(tried, budget, "candidate", keep=REFINED_PLANS if refined else 1)
         for candidate in search.best_candidates(REFINED_PLANS):
-            search.run(list(system.refinements(problem, candidate)), budget)
+            search.run(list(system.refinements(problem, candidate)), budget, "refinement")
+        search.climb(budget)
         if search.best is not None:
             best, plan = search.best
             return Tuned("ok", "", best.candidate, plan, best.step_s, best.needed_gib, tuple(search.trials))
@@ -145,10 +156,20 @@ class _Search:
         timed = sorted((t for t in self.trials if t.outcome == "timed"), key=lambda t: t.step_s or 0.0)
         return [without_recompute(trial.candidate) for trial in timed[:count]]
 
-    def run(self, candidates: list[Candidate], budget: int, keep: int = 1) -> None:
+    def climb(self, budget: int) -> None:
+        """Try the neighbours of the best plan, and of a better one among them, and so on."""
+        for _ in range(MOST_MOVES):
+            if self.best is None:
+                return
+            centre = self.best[0]
+            self.run(neighbours(self.system, self.problem, centre.candidate), budget, "neighbour")
+            if self.best[0] is centre:
+                return
+
+    def run(self, candidates: list[Candidate], budget: int, origin: str, keep: int = 1) -> None:
         """Time candidates by rising lower bound, but for those that cannot be among the `keep` best."""
         timed = 0
-        for level, trial in self._place(candidates):
+        for level, trial in self._place(candidates, origin):
             if (trial.bound_s or 0.0) >= self._beaten_from(keep):
                 self.trials.append(replace(trial, outcome="bound"))
             elif timed >= budget:
@@ -162,7 +183,7 @@ class _Search:
             return float("inf")
         return self.steps[keep - 1]
 
-    def _place(self, candidates: list[Candidate]) -> list[tuple[int, Trial]]:
+    def _place(self, candidates: list[Candidate], origin: str) -> list[tuple[int, Trial]]:
         """(first recompute level that may fit, trial) of new candidates, by rising lower bound on the step."""
         placed = []
         for candidate in candidates:
@@ -174,11 +195,11 @@ class _Search:
                 level, needed = self._first_level(self.system.layout(self.problem, candidate))
                 if needed <= self.limit_gib:
                     bound = self._bound_s(candidate, level)
-                    placed.append((level, Trial(candidate, "", needed_gib=needed, bound_s=bound)))
+                    placed.append((level, Trial(candidate, "", needed_gib=needed, bound_s=bound, origin=origin)))
                 else:
-                    self.trials.append(Trial(candidate, "memory", needed_gib=needed))
+                    self.trials.append(Trial(candidate, "memory", needed_gib=needed, origin=origin))
             except NotApplicable as reason:
-                self.trials.append(Trial(candidate, "not placeable", reason=str(reason)))
+                self.trials.append(Trial(candidate, "not placeable", reason=str(reason), origin=origin))
         return sorted(placed, key=lambda pair: pair[1].bound_s or 0.0)
 
     def _bound_s(self, candidate: Candidate, first: int) -> float:

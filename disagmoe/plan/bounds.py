@@ -37,7 +37,7 @@ def exposed_s(prices: LayoutCosts, layer: int, phase: Phase) -> float:
         tiles = prices.tiles(Phase.F if phase is Phase.F else Phase.I)
         exchange = sum(t.seconds for t in (*tiles.first, *tiles.second))
         computed = tiles.first_half_s + whole - sum(tiles.gemms[: len(tiles.first)])
-        return max(tiles.seconds, computed, _contended_s(prices, whole, exchange, compute=1.0)) - whole
+        return max(tiles.seconds, computed, contended_s(prices, whole, exchange, compute=1.0)) - whole
     first, second = (prices.op(kind, phase, layer).seconds for kind in (Kind.DISPATCH, Kind.COMBINE))
     if phase is not Phase.F:
         first, second = second, first
@@ -47,12 +47,12 @@ def exposed_s(prices: LayoutCosts, layer: int, phase: Phase) -> float:
         first + whole / d + d * second,
         first + whole + second,
         d * first + whole / d + second,
-        _contended_s(prices, whole, d * (first + second)),
+        contended_s(prices, whole, d * (first + second)),
     )
     return max(ends) - whole
 
 
-def _contended_s(prices: LayoutCosts, experts: float, exchange: float, compute: float | None = None) -> float:
+def contended_s(prices: LayoutCosts, experts: float, exchange: float, compute: float | None = None) -> float:
     """Least time of both where each slows the other down while they run side by side.
 
     While they overlap for o seconds, o / c of the compute and o / x of the exchange
@@ -120,14 +120,17 @@ def _serial_s(prices: LayoutCosts) -> list[float]:
     passed = {phase: [0.0] * workers for phase in _PHASES}  # the first stage of every worker, one micro-batch
     stage, before = 0, placement.attn[0]
     of_kind = layer_times_s(prices)
+    # What is repeated may be done while the gradient is still on its way: it counts as work, not as waiting.
+    redone = {layer: _redone_s(prices, layer) for layer in of_kind}
     for layer in range(model.layers):
-        worker = placement.attn[layer]
+        worker, like = placement.attn[layer], prices.costs.like[layer]
         stage += worker != before
         before = worker
         for phase in _PHASES:
-            seconds = of_kind[prices.costs.like[layer]][phase]
+            seconds = of_kind[like][phase]
             work[worker] += seconds
-            passed[phase][worker] += seconds if stage < workers else 0.0
+            if stage < workers:
+                passed[phase][worker] += seconds - (redone[like] if phase is Phase.B else 0.0)
     for phase in _PHASES:
         embed = prices.op(Kind.EMBED, phase, -1).seconds
         work[placement.embed] += embed

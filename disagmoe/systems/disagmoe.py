@@ -8,7 +8,7 @@ are silent the choice is a field of `DisagMoE` or a candidate of its search.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
 from typing import ClassVar
@@ -61,6 +61,11 @@ class DisagMoE:
         {"recompute": "full"},
     )
     """The pools are full at different times, so each may recompute alone."""
+    ring_choices: ClassVar[Mapping[str, tuple[str | int | float, ...]]] = {
+        "order": (ORDERS[-1], ORDERS[0]),
+        "compute_streams": STREAMS,
+    }
+    """What a division of the GPUs leaves open: keys of a candidate and their values, the usual one first."""
 
     def __post_init__(self) -> None:
         choices = (

@@ -7,9 +7,10 @@ from math import ceil
 
 import pytest
 
-from disagmoe.allocator.options import Option, options
+from disagmoe.allocator.options import Option, options, pricer
 from disagmoe.allocator.shapes import Shape, Sizes, shapes
 from disagmoe.allocator.static_memory import static_memory_of
+from disagmoe.cost.recompute import Recompute
 from disagmoe.ops import Kind, Phase
 from disagmoe.plan.memory import static_memory
 from disagmoe.plan.plan import Layout, Worker
@@ -187,3 +188,59 @@ def test_sizes_are_checked() -> None:
     for bad in ({"p": ()}, {"m": (0,)}):
         with pytest.raises(ValueError, match="at least one, all at least 1"):
             Sizes(**bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"recompute": "selective"},
+        {"recompute": "full"},
+        {"recompute": "selective", "recompute_ffn": "full", "recompute_tokens": "keep"},
+    ],
+)
+def test_what_is_recomputed_costs_what_the_plan_pays(extra: dict[str, str]) -> None:
+    """A ring of one group: its work alone, as no group is before it."""
+    pr, shape = on("qwen3"), Shape(1, 1, 64, 32, 1)
+    layout = DisagMoE().layout(pr, {**plain_candidate(shape), **extra})
+    policy = Recompute.of(layout.options)
+    prices, again = LayoutCosts(layout, pr.costs), policy.repeated(disaggregated=True)
+
+    def op(kind: Kind) -> float:
+        phases = (Phase.F, Phase.B, Phase.R) if kind in again else (Phase.F, Phase.B)
+        return pr.model.layers * sum(prices.op(kind, phase, 0).seconds for phase in phases)
+
+    def end(kind: Kind) -> float:
+        return sum(prices.op(kind, phase, -1).seconds for phase in (Phase.F, Phase.B))
+
+    option = pricer(pr, LEVELS, recompute=lambda shape: policy)(shape)
+    plain = priced(pr, shape)
+    count = ceil(128 / 32)
+    assert option.compute_s[0] == pytest.approx(count * (op(Kind.ATTN) + end(Kind.EMBED)), rel=1e-6)
+    waited = plain.compute_s[1] - count * (
+        end(Kind.HEAD)
+        + pr.model.layers * sum(prices_of(pr, shape).op(Kind.FFN, p, 0).seconds for p in (Phase.F, Phase.B))
+    )
+    assert option.compute_s[1] == pytest.approx(waited + count * (op(Kind.FFN) + end(Kind.HEAD)), rel=1e-6)
+    # Tokens that are sent again go the way of the forward dispatch: half as much again in this direction.
+    factor = 1.5 if Kind.DISPATCH in again else 1.0
+    assert option.network_s[0] == pytest.approx([factor * s for s in plain.network_s[0]], rel=1e-6)
+
+
+def prices_of(pr: Problem, shape: Shape) -> LayoutCosts:
+    return LayoutCosts(planned(pr, shape), pr.costs)
+
+
+def test_shared_nodes_keep_their_part_of_the_dispatch_on_nvlink() -> None:
+    """Groups of 16 and 16 on four nodes: a quarter of a token's experts are on its own node."""
+    pr, shape = on("qwen3", seq=8192), Shape(4, 1, 16, 16, 1)
+    candidate = {**plain_candidate(shape), "nics": "shared_nodes", "stage_nodes": 4}
+    layout = DisagMoE().layout(pr, candidate)
+    rates = {w.nic_gbs for w in layout.placement.workers}
+    assert rates == {50.0}  # half of eight NICs for four GPUs
+    prices = LayoutCosts(layout, pr.costs)
+    layers, count = range(0, pr.model.layers, 4), ceil(128 / 16)
+    sent = (prices.op(Kind.DISPATCH, Phase.F, 0), prices.op(Kind.COMBINE, Phase.B, 0))
+    assert sent[0].seconds < sent[1].seconds  # the next layer's attention is on other nodes
+    option = pricer(pr, LEVELS, shared=True)(shape)
+    slower = max(option.network_s[0][0], option.network_s[1][0])
+    assert slower == pytest.approx(count * len(layers) * sum(t.seconds for t in sent), rel=1e-6)

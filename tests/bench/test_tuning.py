@@ -12,7 +12,7 @@ from disagmoe.allocator import Trial, Tuned
 
 def test_one_line_per_trial_with_empty_cells_where_nothing_applies(tmp_path: Path) -> None:
     trials = (
-        Trial({"pp": 4, "ep": 16}, "timed", needed_gib=1.5, bound_s=0.25, step_s=0.5),
+        Trial({"pp": 4, "ep": 16}, "timed", needed_gib=1.5, bound_s=0.25, step_s=0.5, origin="seed"),
         Trial({"pp": 2, "ep": 16}, "memory", needed_gib=99.0),
         Trial({"pp": 3, "ep": 16}, "not placeable", reason="3 does not divide, alas"),
     )
@@ -26,7 +26,7 @@ def test_one_line_per_trial_with_empty_cells_where_nothing_applies(tmp_path: Pat
         lines = list(csv.reader(file))
     assert lines == [
         list(COLUMNS),
-        ["native", "a", "x", "timed", "0.5", "0.25", "1.5", "ep=16 pp=4", ""],
-        ["native", "a", "x", "memory", "", "", "99.0", "ep=16 pp=2", ""],
-        ["native", "a", "x", "not placeable", "", "", "", "ep=16 pp=3", "3 does not divide, alas"],
+        ["native", "a", "x", "seed", "timed", "0.5", "0.25", "1.5", "ep=16 pp=4", ""],
+        ["native", "a", "x", "candidate", "memory", "", "", "99.0", "ep=16 pp=2", ""],
+        ["native", "a", "x", "candidate", "not placeable", "", "", "", "ep=16 pp=3", "3 does not divide, alas"],
     ]
