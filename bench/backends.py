@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from baselines.native.peers import require_some
 from bench.config import RunConfig
 from bench.machine import machine
 from disagmoe.cost.model import CostModel
@@ -57,5 +58,7 @@ def backend_of(config: RunConfig) -> Backend | None:
     if config.backend == "simulate":
         return None
     machine(gpus=config.backend == "measure")
+    if config.impl != "equivalent":
+        require_some(config.systems)
     module, name = RUNNERS[config.backend]
     return cast(Backend, getattr(import_module(module), name)())

@@ -26,7 +26,7 @@ def compare(rows: list[Row]) -> None:
             continue
         if reference is not None:
             row["speedup"] = reference["step_time_s"] * _scale(reference) / (row["step_time_s"] * _scale(row))
-        if own is not None and row is not own:
+        if own is not None and row is not own and row["exposed_by_kind_s"] is not None:  # a real system tells no split
             row["exposed_comm_reduction"] = _reduction(_claimed(own) * _scale(own), _claimed(row) * _scale(row))
             row["stall_reduction"] = _reduction(own["stall_s"] * _scale(own), row["stall_s"] * _scale(row))
 

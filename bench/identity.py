@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from baselines.native.peers import PEERS
 from baselines.registry import get_system, system_class
 from bench.config import RunConfig
 from bench.machine import machine
@@ -89,6 +90,8 @@ def identify(config: RunConfig) -> Identity:
     configuration = {key: value for key, value in {**values, **resolved}.items() if key not in NOT_IDENTITY}
     if config.backend != "simulate":
         configuration["machine"] = machine(gpus=config.backend == "measure")
+    if config.impl != "equivalent":
+        configuration["peers"] = {peer.name: peer.installed for peer in PEERS}
     sources = [source_digest(ROOT), *(system_digest(name) for name in config.systems)]
     return Identity(
         run_id=_digest([canonical(configuration).encode(), canonical(sources).encode()])[:ID_LENGTH],

@@ -13,8 +13,8 @@ and memory of its rank; whose rows it can run it says itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,13 +22,15 @@ from typing import Any
 from bench.backends import Executed, Progress
 from bench.config import RunConfig
 from bench.evaluate import MEASURES, Outcome, Row, interrupted
+from bench.implementations import Implementation, implementations, of_row
+from bench.implementations import notes as implementation_notes
 from bench.machine import machine
 from bench.timing import StepTimes, step_times
 from disagmoe.cost.flops import train_flops_per_token
 from disagmoe.cost.model import CostModel
 from disagmoe.runtime.crew import Crew, Forked, Launched, device_kind, joined
 from disagmoe.runtime.cut import Cut
-from disagmoe.runtime.measure import RankReport, Trial, measure
+from disagmoe.runtime.measure import RankReport, Trial
 from disagmoe.runtime.optimizer import Recipe
 from disagmoe.runtime.step import RunOptions
 from disagmoe.specs.devices import device
@@ -46,35 +48,16 @@ NOMINAL_DEVICES = ("cpu", "laptop")
 Simulated = tuple[Row, Outcome]
 
 
-@dataclass(frozen=True)
-class Implementation:
-    """Who runs a plan. `run` is called on every rank; `refuse` says why it cannot run a row (None: it can)."""
-
-    name: str
-    run: Callable[..., RankReport]
-    refuse: Callable[[Row, Outcome], str | None]
-
-
-EQUIVALENT = Implementation("equivalent", measure, lambda row, outcome: None)
-
-
-def implementations(impl: str) -> tuple[Implementation, ...]:
-    """Those that a run asks for, in the order of their rows."""
-    if impl != "equivalent":
-        raise ValueError(f"impl={impl}: allowed with what is installed here: equivalent")
-    return (EQUIVALENT,)
-
-
 class Measured:
     """The backend `measure`."""
 
     def run(self, config: RunConfig, costs: CostModel, simulated: Sequence[Simulated], progress: Progress) -> Executed:
         """Run every plan with every implementation asked for, one after the other."""
-        chosen = implementations(config.impl)
+        chosen = implementations(config.impl, config.systems)
         crew, kind = crew_of(config), device_kind()
         rows, outcomes, told = [], [], []
         for row, outcome in simulated:
-            for implementation in chosen:
+            for implementation in of_row(chosen, row):
                 done, drawn, account = _measured(config, crew, kind, implementation, row, outcome, progress)
                 rows.append(done)
                 outcomes.append(drawn)
@@ -87,7 +70,8 @@ class Measured:
             **asdict(machine(gpus=True)),
             "rows": told,
         }
-        return Executed(rows, outcomes, _notes(config, crew, kind, rows), None, execution)
+        notes = [*_notes(config, crew, kind, rows), *implementation_notes(told)]
+        return Executed(rows, outcomes, notes, None, execution)
 
 
 def crew_of(config: RunConfig) -> Crew:
@@ -118,12 +102,12 @@ def _measured(
     named = {"implementation": implementation.name}
     if row["status"] != "ok" or tuned is None or tuned.plan is None:
         return {**row, **named}, outcome, []
-    base = {**row, **dict.fromkeys(MEASURES), **named, "memory_limit_gib": None}
-    if (reason := implementation.refuse(row, outcome)) is not None:
-        return {**base, "status": "not_applicable", "reason": reason}, Outcome(None, None, tuned), []
-    progress(f"{row['view']}: {row['system']}" + (f" ({row['variant']})" if row["variant"] else "") + ", measured")
+    base = {**row, **dict.fromkeys(MEASURES), **named, "maximum": None, "memory_limit_gib": None}
     try:
         trial = trial_of(config, kind, outcome)
+        if (reason := implementation.refuse(trial)) is not None:
+            return {**base, "status": "not_applicable", "reason": reason}, Outcome(None, None, tuned), []
+        progress(f"{row['view']}: {row['system']}" + (f" ({row['variant']})" if row["variant"] else "") + ", measured")
         reports = crew.call(implementation.run, trial, timeout_s=STEP_TIMEOUT_S * (trial.steps + 1))
         times = step_times([report.steps_s for report in reports], trial.warm_up)
         timeline = _typical(times, reports[0].timelines)

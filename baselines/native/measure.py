@@ -9,6 +9,7 @@ reason, never run as something else.
 from __future__ import annotations
 
 import warnings
+from importlib import import_module
 from typing import Protocol
 
 from baselines.native.megatron import shape
@@ -49,7 +50,7 @@ def load(peer: Peer) -> None:
         if peer is MEGATRON:
             import baselines.native.megatron.schedule  # noqa: F401
         else:
-            import tutel.moe  # noqa: F401
+            import_module("tutel.moe")
 
 
 def refusal(trial: Trial, device: str) -> str | None:
