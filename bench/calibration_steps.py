@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median
+from statistics import fmean
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from disagmoe.ops import COMPUTE_KINDS, COMPUTE_STREAMS, Kind, Phase
 from disagmoe.plan.plan import Plan
 from disagmoe.plan.pricing import LayoutCosts
 from disagmoe.plan.verify import verify
+from disagmoe.runtime.probe import quick
 from disagmoe.specs import ClusterSpec, ModelSpec, Workload
 from disagmoe.system import NotApplicable, Problem
 from disagmoe.timeline.timeline import Timeline
@@ -44,7 +45,7 @@ class Case:
 
 @dataclass(frozen=True)
 class OpSample:
-    """Seconds of one operation of a case, the median over layers and steps; `share` of all samples of the case."""
+    """Seconds of one operation of a case, over layers and steps (`quick`); `share` of all samples of the case."""
 
     case: Case
     kind: Kind
@@ -82,7 +83,7 @@ def op_samples(case: Case, timelines: Sequence[Timeline]) -> list[OpSample]:
                 layers.setdefault((kind, phase), layer)
     total = sum(fmean(values) * len(values) for values in found.values())
     return [
-        OpSample(case, *key, layers[key], median(values), fmean(values) * len(values) / total)
+        OpSample(case, *key, layers[key], quick(values), fmean(values) * len(values) / total)
         for key, values in found.items()
     ]
 
