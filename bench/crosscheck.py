@@ -140,8 +140,9 @@ def swaps(checks: Sequence[Check]) -> list[str]:
 
 
 def run_checks(config: RunConfig, counts: Sequence[int], say: Any = print) -> tuple[list[Check], list[str]]:
-    """Every system on every number of processes, and what could not be run, in words."""
+    """Every system on every number of processes, and in words what could not be run as it is."""
     from bench.checked import checked, cuts  # torch is slow to load
+    from bench.emulated import memory_notes
 
     costs = cost_model(config)
     asked = [(view, name) for view in config.views for name in config.systems]
@@ -152,7 +153,7 @@ def run_checks(config: RunConfig, counts: Sequence[int], say: Any = print) -> tu
         for pair in pairs
     ]
     checks: list[Check] = []
-    left_out: list[str] = []
+    left_out = memory_notes([row for row, _ in planned])
     for processes in counts:
         made, reasons = cuts(config, costs, planned, processes)
         left_out += [f"{processes} processes: {reason}" for reason in reasons]

@@ -9,32 +9,38 @@ full size; what the simulator gives for the very same cut stands beside.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
 from baselines.registry import get_system
+from bench import plan_cache
 from bench.backends import Executed, Progress
 from bench.config import RunConfig
 from bench.cut import LAYERS, MICROBATCHES, CutPlan, make_cut
 from bench.emulation import DEFAULT_PROCESSES, Ran, run_cut
 from bench.evaluate import MEASURES, Outcome, Row, interrupted, problem_of
 from bench.machine import machine
+from bench.simulated import Simulated
+from disagmoe.allocator import Tuned
 from disagmoe.cost.flops import train_flops_per_token
 from disagmoe.cost.model import CostModel
 from disagmoe.specs.devices import device
-from disagmoe.system import NotApplicable, Variant, variants_of
+from disagmoe.system import NotApplicable, Problem, Variant, variants_of
 from disagmoe.timeline.metrics import summarize, worker_metrics
 from disagmoe.timeline.timeline import Timeline
 
-Simulated = tuple[Row, Outcome]
+MORE_MEMORY, MOST_MORE = 0.03, 20
+"""Where no plan fits, GPUs get this share more memory than the least that any plan needs, as often as it takes."""
 
 
 class Emulated:
     """The backend `emulate`."""
 
-    def run(self, config: RunConfig, costs: CostModel, simulated: Sequence[Simulated], progress: Progress) -> Executed:
+    def run(
+        self, config: RunConfig, costs: CostModel, simulated: Sequence[tuple[Row, Outcome]], progress: Progress
+    ) -> Executed:
         """Run the cut of every plan, one after the other."""
         processes = config.processes or DEFAULT_PROCESSES
         rows, outcomes, ran = [], [], []
@@ -51,7 +57,8 @@ class Emulated:
             **asdict(machine(gpus=False)),
             "rows": ran,
         }
-        return Executed(rows, outcomes, _notes(config, layers, processes), layers, execution)
+        notes = [*_notes(config, layers, processes), *memory_notes([row for row, _ in simulated])]
+        return Executed(rows, outcomes, notes, layers, execution)
 
 
 def _emulated(
@@ -59,7 +66,7 @@ def _emulated(
 ) -> tuple[Row, Outcome, list[dict[str, Any]]]:
     """Row, Outcome and the account of one system; those of the simulation where it has no plan."""
     tuned = outcome.tuned
-    base = {**row, **dict.fromkeys(MEASURES), "memory_limit_gib": None}
+    base = {**row, **dict.fromkeys(MEASURES), "status": "ok", "reason": "", "memory_limit_gib": None}
     label = f"{row['view']}: {row['system']}" + (f" ({row['variant']})" if row["variant"] else "")
     try:
         cut = cut_of(config, costs, row, outcome, processes)
@@ -84,13 +91,27 @@ def _emulated(
 
 
 def cut_of(config: RunConfig, costs: CostModel, row: Row, outcome: Outcome, processes: int) -> CutPlan | None:
-    """The cut of the plan behind a row, None where it has no plan. Raises NotApplicable."""
-    tuned = outcome.tuned
-    if row["status"] != "ok" or tuned is None or tuned.plan is None or tuned.candidate is None:
-        return None
+    """The cut of the plan behind a row, None where it has no plan at all. Raises NotApplicable."""
     form = _form(config, row)
     problem = problem_of(config, costs, form, row["view"])
+    tuned = outcome.tuned
+    if row["status"] == "oom" and tuned is not None and tuned.needed_gib is not None:
+        tuned = _roomier(config, form, problem, tuned.needed_gib)
+    if tuned is None or tuned.plan is None or tuned.candidate is None:
+        return None
     return make_cut(form.system, problem, tuned.plan.layout, tuned.candidate, processes)
+
+
+def _roomier(config: RunConfig, form: Variant, problem: Problem, needed_gib: float) -> Tuned | None:
+    """The fastest plan where GPUs have just enough memory for any: what is cut where nothing fits at full size."""
+    for more in range(MOST_MORE):
+        memory = needed_gib * (1.0 + MORE_MEMORY * (1 + more)) + problem.cluster.reserve_gib
+        roomier = replace(problem, cluster=replace(problem.cluster, memory_gib=memory))
+        simulated = Simulated(roomier)
+        tuned = plan_cache.tuned(form.system, roomier, simulated.step, peak=simulated.peak, budget=config.budget)
+        if tuned.plan is not None:
+            return tuned
+    return None
 
 
 def _form(config: RunConfig, row: Row) -> Variant:
@@ -130,6 +151,20 @@ def _measures(config: RunConfig, cut: CutPlan, timeline: Timeline) -> Row:
         "tokens_dropped": cut.plan.layout.tokens_dropped,
         "plan": {**cut.full.details, **{f"cut {key}": value for key, value in cut.sizes.items()}},
     }
+
+
+def memory_notes(simulated: Sequence[Row]) -> list[str]:
+    """What does not fit at full size, by what it needs."""
+    tight: dict[str, list[str]] = {}
+    for row in simulated:
+        if row["status"] == "oom":
+            name = f"{row['system']} ({row['variant']})" if row["variant"] else row["system"]
+            tight.setdefault(f"{row['reason']}", []).append(name)
+    return [
+        f"out of memory at full size: {', '.join(dict.fromkeys(names))} ({reason}); "
+        "shown is the cut of the fastest plan that fits where GPUs have just enough for any"
+        for reason, names in tight.items()
+    ]
 
 
 def _account(ran: Ran) -> dict[str, Any]:

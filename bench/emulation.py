@@ -19,7 +19,7 @@ from disagmoe.ops import COMM_KINDS
 from disagmoe.runtime.cut import Cut
 from disagmoe.runtime.emulate import EmulatedStep, Emulation, emulate, patience_s
 from disagmoe.runtime.launch import spawn
-from disagmoe.runtime.pacing import MOST_SLACK, Pace, Pacing
+from disagmoe.runtime.pacing import Pace, Pacing
 from disagmoe.runtime.step import RunOptions
 from disagmoe.runtime.traffic import Logbook
 from disagmoe.simulator import simulate
@@ -71,7 +71,7 @@ def pace_of(cut: CutPlan, simulated_step_s: float, processes: int, cores: int) -
     least = LEAST_EXCHANGE_S * (1 if processes <= 4 else 2)
     gpus = np.array([worker.gpus for worker in cut.plan.layout.placement.workers])
     host_s = HOST_S_PER_ROW * float(gpus[cut.plan.program.worker].sum()) / (MOST_OWN_LOAD * cores)
-    return Pace(max(least / smallest, host_s / simulated_step_s), MOST_SLACK * smallest)
+    return Pace.of_exchange(max(least / smallest, host_s / simulated_step_s), smallest)
 
 
 def run_cut(cut: CutPlan, processes: int, repeats: int, *, warm_ups: int = 1, pace: Pace | None = None) -> Ran:

@@ -40,7 +40,7 @@ def markdown(
     lines += ["", "## Limits", ""]
     lines += [f"- {'holds' if v.holds else '**fails**'}: {v.limit}: {v.found}" for v in verdicts]
     if left_out:
-        lines += ["", "## Not run", "", *(f"- {reason}" for reason in left_out)]
+        lines += ["", "## Not run, or not as it is", "", *(f"- {reason}" for reason in left_out)]
     return "\n".join(lines) + "\n"
 
 

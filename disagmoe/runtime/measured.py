@@ -86,7 +86,9 @@ def timeline_of(program: Program, ranks: RankMap, moments: FloatArray, *, origin
         own = ranks.everywhere([worker])
         mean = np.zeros((3, rows.shape[0]))
         for rank in own:
-            begun = np.where(compute, start[rank, rows], _arrival(program, ranks, post, rank, rows, others[rows]))
+            begun = start[rank, rows]
+            if origin == "measured":  # paced ranks have told each other
+                begun = np.where(compute, begun, _arrival(program, ranks, post, rank, rows, others[rows]))
             mean[0] += post[rank, rows]
             mean[1] += np.clip(begun, post[rank, rows], end[rank, rows])
             mean[2] += end[rank, rows]

@@ -45,18 +45,24 @@ _CARRIED = (Kind.DISPATCH, Kind.COMBINE, Kind.P2P)
 
 @dataclass(frozen=True)
 class Pace:
-    """`dilation` wall seconds per logical second; `slack_s`, logical, is what a late host is forgiven."""
+    """`dilation` wall seconds per logical second; the slack and how long ends are held back, in logical seconds."""
 
     dilation: float
     slack_s: float
+    hold_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.dilation > 0.0 and self.slack_s >= 0.0):
-            raise ValueError(f"dilation {self.dilation} and slack {self.slack_s} s: need > 0 and >= 0")
+        if not (self.dilation > 0.0 and 0.0 <= self.hold_s <= self.slack_s):
+            raise ValueError(
+                f"dilation {self.dilation}, slack {self.slack_s} s, hold {self.hold_s} s: "
+                "allowed: dilation > 0 and 0 <= hold <= slack"
+            )
 
-    @property
-    def hold_s(self) -> float:
-        return HOLD * self.slack_s
+    @classmethod
+    def of_exchange(cls, dilation: float, smallest_s: float) -> Pace:
+        """The pace of a step whose smallest exchange takes so long."""
+        slack_s = MOST_SLACK * smallest_s
+        return cls(dilation, slack_s, HOLD * slack_s)
 
 
 class Pacer:
@@ -100,10 +106,10 @@ class Pacer:
         self.late_s.append(post - ready)
         if task.op.kind in _CARRIED and task.stream not in COMPUTE_STREAMS:
             self._underway[task.op] = moving = _Underway(task.row, post)
+            self._begin(task.row, post)
             perform(task)
             del self._underway[task.op]
             start = moving.start_s
-            self._begin(task.row, start)  # where nobody else takes part
         else:
             start = self._latest(task.op, post)
             self._begin(task.row, start)

@@ -5,7 +5,8 @@ and end of its rows into one file that all ranks of the machine have mapped, so 
 ends of a transfer see what the other end is busy with. How far an operation has got
 by some moment is integrated over what ran beside it on its two ends, at the rates
 of `cost/sharing.py`: an entry that comes a little late still counts in full for
-every operation that has not ended yet.
+every operation that has not ended yet. Of a transfer every participant enters when
+it was ready, at once; it has begun when all have.
 
 All times are logical seconds of the step.
 """
@@ -14,8 +15,8 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
@@ -90,10 +91,13 @@ class Traffic:
 
     def __init__(self, program: Program, pricing: Pricing, ranks: RankMap, times: Times) -> None:
         self.duration_s: list[float] = pricing.duration_s.tolist()
-        self._ranks = ranks
+        self._place = [ranks.place(rank) for rank in range(ranks.world_size)]
+        self._members = cache(lambda worker, rank: ranks.ranks(worker, self._place[rank].replica))
         self._times = times
         self._uses = _uses(program, pricing)
         self._partner = partners(program)
+        self._worker: list[int] = program.worker.tolist()
+        self._joint = np.isin(program.stream, [int(s) for s in (*SEND_STREAMS, *RECV_STREAMS, Stream.COLL)]).tolist()
         self._peer: list[int] = program.peer.tolist()
         self._lanes = [_lanes(program, pricing, worker) for worker in range(program.n_workers)]
         self._seen: dict[tuple[int, int], list[int]] = {}
@@ -130,13 +134,12 @@ class Traffic:
         """The rank at the other end of a transfer that stands for its worker; `rank` itself where there is none."""
         if self._partner[row] < 0:
             return rank
-        place = self._ranks.place(rank)
-        others = self._ranks.ranks(self._peer[row], place.replica)
-        return others[place.local % len(others)]
+        others = self._members(self._peer[row], rank)
+        return others[self._place[rank].local % len(others)]
 
     def _beside(self, row: int, rank: int, of_rank: int, start_s: float, until_s: float) -> list[_Entry]:
         """What runs on `of_rank` besides the operation itself at some time between `start_s` and `until_s`."""
-        lanes = self._lanes[self._ranks.place(of_rank).worker]
+        lanes = self._lanes[self._place[of_rank].worker]
         skip = (row, self._partner[row])
         seen = self._seen.setdefault((self._stream[row] + len(Stream) * rank, of_rank), [0] * len(lanes))
         found = []
@@ -145,11 +148,22 @@ class Traffic:
             while first < len(rows) and self._times.end(of_rank, rows[first]) <= start_s:
                 first += 1
             seen[lane] = first
-            for other in _started(rows, first, of_rank, until_s, self._times):
+            for other in rows[first:]:
+                begin = self._begun(other, of_rank)
+                if begin >= until_s:
+                    break
                 if other not in skip:
-                    begin, end = self._times.start(of_rank, other), self._times.end(of_rank, other)
-                    found.append((begin, end, self._uses[other]))
+                    found.append((begin, self._times.end(of_rank, other), self._uses[other]))
         return found
+
+    def _begun(self, row: int, rank: int) -> float:
+        """When a row began: where several ranks take part, when the last of them was ready."""
+        begin = self._times.start(rank, row)
+        if begin == NEVER or not self._joint[row]:
+            return begin
+        partner = self._partner[row]
+        other = row if partner < 0 else partner
+        return max(begin, max(self._times.start(peer, other) for peer in self._members(self._worker[other], rank)))
 
     def restart(self) -> None:
         """A new step begins."""
@@ -158,13 +172,6 @@ class Traffic:
 
 _Entry = tuple[float, float, Use]
 """Start, end and use of something that ran."""
-
-
-def _started(rows: list[int], first: int, rank: int, until_s: float, times: Times) -> Iterator[int]:
-    for row in rows[first:]:
-        if times.start(rank, row) >= until_s:
-            return
-        yield row
 
 
 def partners(program: Program) -> list[int]:

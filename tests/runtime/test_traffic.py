@@ -71,14 +71,36 @@ def test_the_other_end_is_the_rank_of_the_same_number(tmp_path: Path) -> None:
     traffic = Traffic(program, pricing, ranks_of(2, gpus=2), logbook)
     send = int(np.flatnonzero(program.stream == int(Stream.SEND))[0])
     compute = int(np.flatnonzero(program.stream == int(Stream.COMPUTE))[0])
+    receive = int(np.flatnonzero(program.stream == int(Stream.RECV))[0])
     for rank in (0, 1):
         logbook.begin(rank, send, 0.0)
+        logbook.begin(2 + rank, receive, 0.0)
     logbook.begin(3, compute, 1.0)  # on the second rank of the receiver only
     assert traffic.progress(send, 0, 0.0, 10.0).end_s == pytest.approx(4.0)
     assert traffic.progress(send, 1, 0.0, 10.0).end_s == pytest.approx(1.0 + 2 * 3.0)
     logbook.finish(3, compute, 3.0)
     traffic.restart()
     assert traffic.progress(send, 1, 0.0, 10.0).end_s == pytest.approx(5.0)  # 1 + 2 at half speed + 2
+
+
+def test_a_transfer_has_begun_when_all_who_take_part_were_ready(tmp_path: Path) -> None:
+    tasks = [
+        Task(Kind.DISPATCH, ((0, Stream.SEND), (1, Stream.RECV)), 4, slows=2),  # type: ignore[arg-type]
+        Task(Kind.ATTN, ((0, Stream.COMPUTE),), 4),  # type: ignore[arg-type]
+    ]
+    program, pricing, _ = pack(tasks, 2)
+    logbook = Logbook(Logbook.create(tmp_path / "times", 4, len(program)), 4, len(program))
+    traffic = Traffic(program, pricing, ranks_of(2, gpus=2), logbook)
+    send, receive, compute = (
+        int(np.flatnonzero(program.stream == int(s))[0]) for s in (Stream.SEND, Stream.RECV, Stream.COMPUTE)
+    )
+    logbook.begin(0, compute, 0.0)
+    logbook.begin(0, send, 0.0)
+    assert traffic.progress(compute, 0, 0.0, 3.0).left_s == pytest.approx(1.0)  # nobody receives yet
+    logbook.begin(2, receive, 1.0)
+    assert traffic.progress(compute, 0, 0.0, 3.0).left_s == pytest.approx(1.0)
+    logbook.begin(3, receive, 2.0)
+    assert traffic.progress(compute, 0, 0.0, 3.0).left_s == pytest.approx(1.5)  # half speed from 2 on
 
 
 def test_a_logbook_is_shared_by_all_who_map_it_and_cleared_by_rank(tmp_path: Path) -> None:
