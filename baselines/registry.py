@@ -22,7 +22,7 @@ from baselines.megatron import Megatron1F1B
 from baselines.megatron_overlap import Megatron1F1BOverlap
 from baselines.tutel import Tutel
 from disagmoe.system import System
-from disagmoe.systems import DisagMoE
+from disagmoe.systems import DisagMoE, DisagMoEPlus
 
 ENTRY_POINT_GROUP = "disagmoe.systems"
 REFERENCE = "megatron_1f1b"
@@ -36,6 +36,7 @@ SHIPPED: Mapping[str, Callable[..., System]] = {
     "dualpipe": DualPipe,
     "dualpipe_v": DualPipeV,
     "disagmoe": DisagMoE,
+    "disagmoe_plus": DisagMoEPlus,
 }
 
 FIXED_FIELDS = frozenset({"name", "native_transport"})

@@ -16,10 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+import numpy as np
+
 from disagmoe.ops import Kind, Phase, Stream
+from disagmoe.plan.dependencies import is_wait
 from disagmoe.plan.expand import Cell, TailRow, Template, TemplateKey, expand, step_tail
 from disagmoe.plan.orders import interleaved
-from disagmoe.plan.program import Program
+from disagmoe.plan.program import COLUMNS, Program
 
 Block = Callable[[int, Phase], list[Cell]]
 """Rows of the exchange and the experts of one MoE layer, in phase F or B."""
@@ -171,6 +174,20 @@ def _chunked(layer: int, phase: Phase, order: range) -> list[Cell]:
         [Cell(Stream.COLL, first, phase, layer, c) for c in order]
         + [Cell(Stream.COMPUTE, Kind.FFN, phase, layer, c) for c in order]
         + [Cell(Stream.COLL, second, phase, layer, c) for c in order]
+    )
+
+
+def without_waits(program: Program) -> Program:
+    """The same rows without those at which compute waits for an exchange: only data holds it back then."""
+    table = np.stack([getattr(program, name) for name in COLUMNS], axis=1)
+    return Program.from_table(
+        table[~is_wait(program)],
+        n_workers=program.n_workers,
+        n_layers=program.n_layers,
+        n_microbatches=program.n_microbatches,
+        n_chunks=program.n_chunks,
+        in_flight=program.in_flight,
+        early_gather=program.early_gather,
     )
 
 

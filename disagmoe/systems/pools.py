@@ -35,18 +35,24 @@ NIC_RULES = ("halves", "own", "shared_nodes")
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a ring: depth, replicas, GPUs per A- and F-group, and nodes per stage (0: pools apart)."""
+    """Sizes of a ring: depth, replicas, GPUs per A- and F-group, nodes per stage (0: pools apart), F-groups (0: p)."""
 
     p: int
     dp: int
     m: int
     n: int
     stage_nodes: int = 0
+    p_f: int = 0
 
     @property
     def groups(self) -> int:
-        """Groups of either kind."""
+        """A-groups of all rings, and F-groups unless they are another number."""
         return self.p * self.dp
+
+    @property
+    def f_groups(self) -> int:
+        """F-groups of all rings."""
+        return (self.p_f or self.p) * self.dp
 
 
 @dataclass(frozen=True)
@@ -79,15 +85,17 @@ def place(cluster: ClusterSpec, rule: str, shape: Shape) -> tuple[Worker, ...] |
     node, total = _node(cluster), cluster.nodes
     if rule == "shared_nodes":
         return _place_together(node, total, shape)
-    pools = _pools(rule, node, total, shape.groups * shape.n)
+    pools = _pools(rule, node, total, shape.f_groups * shape.n)
     if pools is None or shape.stage_nodes:
         return None
     workers: list[Worker] = []
-    for pool, gpus, nodes in (("A", shape.m, pools[0]), ("F", shape.n, pools[1])):
-        if not 1 <= gpus * shape.groups <= nodes * node.gpus:
+    sides = (("A", shape.m, pools[0], shape.groups), ("F", shape.n, pools[1], shape.f_groups))
+    for pool, gpus, nodes, groups in sides:
+        if not 1 <= gpus * groups <= nodes * node.gpus:
             return None
-        spread, fullest = _spread(gpus, shape.groups, nodes, node.gpus)
-        workers += [Worker(f"{pool}{i}", pool, gpus, spread, node.nic_gbs / fullest) for i in range(shape.p)]
+        spread, fullest = _spread(gpus, groups, nodes, node.gpus)
+        count = groups // shape.dp
+        workers += [Worker(f"{pool}{i}", pool, gpus, spread, node.nic_gbs / fullest) for i in range(count)]
     return tuple(workers)
 
 

@@ -22,16 +22,18 @@ FASTEST = 112
 SMALLEST = 32
 
 
-def shortlist(problem: Problem, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """At most FASTEST + SMALLEST of the candidates, in their order."""
-    if len(candidates) <= FASTEST + SMALLEST:
+def shortlist(
+    problem: Problem, candidates: Sequence[Candidate], fastest: int = FASTEST, smallest: int = SMALLEST
+) -> list[Candidate]:
+    """At most `fastest` + `smallest` of the candidates, in their order."""
+    if len(candidates) <= fastest + smallest:
         return list(candidates)
     estimate = _Estimate(problem)
     seconds = [estimate.seconds(c) for c in candidates]
     gib = [estimate.gib(c) for c in candidates]
     fitting = [i for i in range(len(candidates)) if gib[i] <= problem.cluster.limit_gib]
-    kept = set(sorted(fitting, key=seconds.__getitem__)[:FASTEST])
-    kept |= set(sorted(range(len(candidates)), key=lambda i: (gib[i], seconds[i]))[:SMALLEST])
+    kept = set(sorted(fitting, key=seconds.__getitem__)[:fastest])
+    kept |= set(sorted(range(len(candidates)), key=lambda i: (gib[i], seconds[i]))[:smallest])
     return [candidates[i] for i in sorted(kept)]
 
 

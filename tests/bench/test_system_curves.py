@@ -15,7 +15,7 @@ from disagmoe.specs import load_model
 def test_every_system_has_a_plan_on_four_ranks() -> None:
     found = dict(plans(load_model("tiny"), 4))
     names = {label.split(" ")[0] for label in found}
-    assert names == {"megatron_1f1b", "megatron_1f1b_overlap", "tutel", "comet", "dualpipe", "dualpipe_v", "disagmoe"}
+    assert names == {"megatron_1f1b", "megatron_1f1b_overlap", "tutel", "comet", "dualpipe", "dualpipe_v", "disagmoe", "disagmoe_plus"}
     assert all(plan.layout.placement.gpus_used == 4 for plan in found.values())
     assert found["megatron_1f1b"].layout.options["pp"] == 2
 
