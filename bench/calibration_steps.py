@@ -132,6 +132,8 @@ def _exchanges(timeline: Timeline) -> Iterator[tuple[Kind, Phase, int, float]]:
             (Kind.DISPATCH, Phase.B, (Kind.FFN, layer), (Kind.ATTN, layer)),
         )
         for kind, phase, before, after in chain:
+            if kind is Kind.COMBINE and layer == last:
+                continue  # what goes to the head is something else
             first, then = at.get((before[0], phase, before[1], b)), at.get((after[0], phase, after[1], b))
             if first is not None and then is not None:
                 yield kind, phase, layer, float(timeline.start_s[then] - timeline.end_s[first])
