@@ -129,6 +129,8 @@ def _plain_kernels() -> dict[str, object]:
 
 def start_parallel(shape: Shape) -> None:
     """Make Megatron's process groups (which are global to the process). Collective over the world."""
+    if parallel_state.model_parallel_is_initialized():  # an earlier run in this process failed
+        parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=shape.pp,

@@ -9,10 +9,10 @@ import pytest
 from baselines.native.peers import MEGATRON, TUTEL
 
 
-def needs_megatron() -> None:
-    """Skip the module without Megatron-Core; load it once, before ranks are forked, without its warnings."""
+def needs_megatron(*, module: bool = True) -> None:
+    """Skip the module (or the test) without Megatron-Core; load it once, before ranks are forked, without warnings."""
     if MEGATRON.installed is None:
-        pytest.skip(MEGATRON.missing, allow_module_level=True)
+        pytest.skip(MEGATRON.missing, allow_module_level=module)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import baselines.native.megatron.schedule  # noqa: F401
