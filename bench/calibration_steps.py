@@ -113,7 +113,11 @@ def _computes(timeline: Timeline) -> Iterator[tuple[Kind, Phase, int, float]]:
 
 
 def _exchanges(timeline: Timeline) -> Iterator[tuple[Kind, Phase, int, float]]:
-    """Exchanges of MoE layers, from the compute before to the compute behind."""
+    """Exchanges of MoE layers, from the compute before to the compute behind.
+
+    Not those that something else may run beside: the backward of a combine shares the
+    links with the reduction of the gradients above; what goes to the head is no exchange like others.
+    """
     program = timeline.program
     compute = np.isin(program.stream, [int(s) for s in COMPUTE_STREAMS])
     compute &= np.isin(program.kind, [int(kind) for kind in COMPUTE_KINDS])
@@ -122,18 +126,13 @@ def _exchanges(timeline: Timeline) -> Iterator[tuple[Kind, Phase, int, float]]:
         op = program.op(row)
         at[op.kind, op.phase, op.layer, op.microbatch] = row
     exchanged = {(op.layer, op.microbatch) for op in map(program.op, range(len(program))) if op.kind is Kind.DISPATCH}
-    last = program.n_layers - 1
     for layer, b in sorted(exchanged):
-        behind = (Kind.ATTN, layer + 1) if layer < last else (Kind.HEAD, -1)
         chain = (
             (Kind.DISPATCH, Phase.F, (Kind.ATTN, layer), (Kind.FFN, layer)),
-            (Kind.COMBINE, Phase.F, (Kind.FFN, layer), behind),
-            (Kind.COMBINE, Phase.B, behind, (Kind.FFN, layer)),
+            (Kind.COMBINE, Phase.F, (Kind.FFN, layer), (Kind.ATTN, layer + 1)),
             (Kind.DISPATCH, Phase.B, (Kind.FFN, layer), (Kind.ATTN, layer)),
         )
         for kind, phase, before, after in chain:
-            if kind is Kind.COMBINE and layer == last:
-                continue  # what goes to the head is something else
             first, then = at.get((before[0], phase, before[1], b)), at.get((after[0], phase, after[1], b))
             if first is not None and then is not None:
                 yield kind, phase, layer, float(timeline.start_s[then] - timeline.end_s[first])
