@@ -24,6 +24,8 @@ from bench.report.style import INK, MUTED, axes_at, canvas, drawing, footer, hea
 OVERS = (("speedup_over_reference", REFERENCE), ("speedup_over_best", "the best baseline"))
 WORSE, BETTER = "#D55E00", "#3B6FA0"
 """The part of a bar below and above the base."""
+NO_CHANGE = "no change"
+"""Of an axis whose settings all have one gain."""
 LEFT, WIDTH, GAP_X, RIGHT, TOP, FOOT, GAP_Y = 2.35, 4.6, 0.55, 0.35, 1.2, 0.85, 0.95
 PITCH, BAR = 0.42, 0.56
 
@@ -154,6 +156,7 @@ def _bar(axes: Axes, slot: int, bar: Span, base: float | None) -> None:
     for name, value, side in ((low_name, low, -1), (high_name, high, 1)):
         if side < 0 and high == low:
             continue
+        name = NO_CHANGE if high == low and len(bar.gains) > 1 else name
         text = f"{name} ({words})" if side > 0 and words else name
         axes.annotate(
             text,

@@ -73,3 +73,15 @@ def test_the_picture_says_what_it_shows() -> None:
         assert lines[1.0] != "-"
         low, high = axes.get_xlim()
         assert low < 1.0 < high
+
+
+def test_settings_that_change_nothing_are_said_to() -> None:
+    made = record()
+    for point in made["points"]:
+        if point["axis"] == "merge":
+            point["speedup_over_best"] = 1.1
+    with drawing():
+        figure = tornado_figure(made)
+    said = [text.get_text() for text in figure.axes[1].texts]
+    assert "no change" in said
+    assert "no change" not in [text.get_text() for text in figure.axes[0].texts]
