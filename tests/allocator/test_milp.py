@@ -131,10 +131,18 @@ def test_same_input_same_plan(solver: str, threads: int) -> None:
     for run in range(5):
         random.Random(run).shuffle(groups)
         pr = on_rdma("deepseek_moe", cluster_of(*groups), ep=4)
-        plans.append(
-            allocate(pr, mode="shared_nodes" if run < 0 else "whole_nodes", settings=Settings(solver, threads=threads))
-        )
+        plans.append(allocate(pr, settings=Settings(solver, threads=threads)))
     assert all(plan == plans[0] for plan in plans)
+
+
+@pytest.mark.parametrize("solver", SEARCHES)
+def test_shared_nodes_in_any_order_are_shared_alike(solver: str) -> None:
+    groups = [NodeGroup(2, 2, 2, 400.0), NodeGroup(1, 4, 2, 400.0)]
+    plans = [
+        allocate(on_rdma("deepseek_moe", cluster_of(*order), ep=2), mode="shared_nodes", settings=Settings(solver))
+        for order in (groups, groups[::-1])
+    ]
+    assert plans[0] == plans[1]
 
 
 @pytest.mark.parametrize("solver", SEARCHES)
