@@ -18,7 +18,7 @@ import json
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -202,7 +202,7 @@ def conduct(config: RunConfig, command: Sequence[str]) -> tuple[Path, bool]:
     with locked(config.results_dir, identity.run_id):
         publish(target, identity.run_id, build)
     print(f"\n{text}\nresults: {target}", flush=True)
-    return target, all(verdict.holds for verdict in found)
+    return target, bool(found) and all(verdict.holds for verdict in found)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if config.backend != "emulate":
             raise ValueError(f"backend={config.backend}: a cross-check emulates; allowed: emulate")
         machine(gpus=False)
-        _, agrees = conduct(replace(config), ("python", "-m", "bench.crosscheck", *given))
+        _, agrees = conduct(config, ("python", "-m", "bench.crosscheck", *given))
     except (HydraException, OmegaConfBaseException) as error:
         return _complain(explain(error, CONF), USER_ERROR)
     except (ValueError, OSError) as error:
