@@ -28,7 +28,7 @@ from baselines.native.peers import MEGATRON
 from disagmoe.model.conventions import conventions_of
 from disagmoe.specs import ModelSpec
 
-_MINUTES = 1  # longest wait inside one collective: Megatron takes whole minutes
+_MINUTES = 2  # longest wait inside one collective: Megatron takes whole minutes
 
 
 def transformer_config(
