@@ -123,6 +123,8 @@ def configuration(overrides: Sequence[str]) -> RunConfig:
 
 def answer(config: RunConfig, question: Question) -> None:
     """Print the screen (or the map's numbers) and write the files."""
+    if config.backend != "simulate":
+        raise ValueError(f"backend={config.backend}: advice is simulated; allowed: simulate")
     for warning in config.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if question.axes:

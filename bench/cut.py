@@ -74,6 +74,9 @@ class CutPlan:
 
 def make_cut(system: System, problem: Problem, full: Layout, candidate: Candidate, processes: int) -> CutPlan:
     """The cut of the plan that `system` made of `candidate`. NotApplicable where its planner cannot make one."""
+    size = "p" if full.placement.disaggregated else "pp"
+    if size not in candidate:
+        raise NotApplicable(f"no cut of this plan: its candidate names no {size} to make smaller")
     layers = min(LAYERS, problem.model.layers)
     model = problem.model.with_layers(layers)
     cluster = _cluster(problem.cluster, processes)
@@ -87,20 +90,9 @@ def make_cut(system: System, problem: Problem, full: Layout, candidate: Candidat
     )
     costs = CostModel(model, cluster, problem.costs.calibration, workload)
     there = replace(problem, model=model, cluster=cluster, workload=workload, costs=costs, ep=int(smaller.get("ep", 2)))
-    try:
-        layout = system.layout(there, smaller)
-        program = system.program(there, layout)
-        verify(program)
-    except ValueError as reason:
-        raise NotApplicable(f"no cut of this plan on {processes} ranks: {reason}") from reason
-    if layout.batch.microbatches != MICROBATCHES or layout.placement.gpus_used != processes:
-        raise NotApplicable(
-            f"no cut of this plan: its planner makes {layout.batch.microbatches} micro-batches "
-            f"on {layout.placement.gpus_used} of {processes} ranks"
-        )
-    layout = replace(layout, merge="rank" if layout.merge == "node" else layout.merge)  # one hop: prices know of nodes
+    plan = _laid_out(system, there, smaller, processes)
+    layout = plan.layout
     twins = _workers(layout.placement, full.placement)
-    plan = Plan(layout, program)
     return CutPlan(
         plan=plan,
         pricing=_price(plan, full, twins, problem.costs),
@@ -115,6 +107,25 @@ def make_cut(system: System, problem: Problem, full: Layout, candidate: Candidat
         ),
         sequences=MICROBATCHES * full.batch.sequences * full.batch.data_ranks,
     )
+
+
+def _laid_out(system: System, there: Problem, candidate: Candidate, processes: int) -> Plan:
+    """The plan of a cut by its own planner. Raises NotApplicable."""
+    try:
+        layout = system.layout(there, candidate)
+        program = system.program(there, layout)
+        verify(program)
+    except ValueError as reason:
+        raise NotApplicable(f"no cut of this plan on {processes} ranks: {reason}") from reason
+    if (program.kind == int(Kind.STAGE)).any():
+        raise NotApplicable("its Program has whole stages for operations: only those of layers can be executed")
+    if layout.batch.microbatches != MICROBATCHES or layout.placement.gpus_used != processes:
+        raise NotApplicable(
+            f"no cut of this plan: its planner makes {layout.batch.microbatches} micro-batches "
+            f"on {layout.placement.gpus_used} of {processes} ranks"
+        )
+    # One hop is enough to move small tensors: prices know of nodes.
+    return Plan(replace(layout, merge="rank" if layout.merge == "node" else layout.merge), program)
 
 
 def small_model(model: ModelSpec) -> ModelSpec:

@@ -29,7 +29,7 @@ DEFAULT_PROCESSES = 4
 LEAST_EXCHANGE_S = 5e-3
 """Wall time of the smallest exchange on up to 4 processes, twice that on more: a host needs so long to start it."""
 HOST_S_PER_ROW = 1.4e-3
-MOST_OWN_LOAD = 0.5
+MOST_OWN_LOAD = 0.4
 """Share of the machine's cores that the ranks may need, at HOST_S_PER_ROW for every row of every rank."""
 TOKENS = 8
 """Tokens per sequence of the small model."""

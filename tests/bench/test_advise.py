@@ -80,6 +80,7 @@ def test_a_list_asks_for_a_map() -> None:
         (["nic_gbit=fast,100"], ["nic_gbit=fast,100", "numbers above 0"]),
         (["nics_per_gpu=0,1"], ["numbers above 0"]),
         (["nics_per_gpu=0.3,1"], ["nics_per_gpu=0.3", "8 GPUs", "multiples of 1/8"]),
+        (["backend=emulate"], ["backend=emulate", "simulate"]),
         (["solver=glpk"], ["unknown solver 'glpk'", "cbc"]),
         (["-m", "seq=1k"], ["-m", "settings"]),
         (["system.disagmoe.p=0"], ["p=0"]),

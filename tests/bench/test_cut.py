@@ -140,3 +140,5 @@ def test_what_no_planner_can_cut_is_refused_with_the_reason() -> None:
     layout = get_system("megatron_1f1b").layout(there, {**COLOCATED, "pp": 2, "virtual": 1, "group": 2})
     with pytest.raises(NotApplicable, match=r"no cut of this plan"):
         make_cut(system, there, layout, {"ep": 16, "pp": 2, "micro_batch": 2}, 4)
+    with pytest.raises(NotApplicable, match=r"names no pp"):
+        make_cut(system, there, layout, {"stages": 2}, 4)

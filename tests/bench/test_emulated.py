@@ -148,7 +148,7 @@ def test_the_pace_lets_the_smallest_exchange_and_the_host_have_their_time() -> N
     assert pace_of(found, 1e6, processes=8, cores=2).dilation * smallest == pytest.approx(10e-3)
     rows = 2 * len(found.plan.program)  # two ranks per worker
     slow = pace_of(found, simulated_step_s=1e-3, processes=4, cores=2)
-    assert slow.dilation * 1e-3 == pytest.approx(rows * 1.4e-3 / (0.5 * 2))
+    assert slow.dilation * 1e-3 == pytest.approx(rows * 1.4e-3 / (0.4 * 2))
 
 
 def test_the_control_simulates_slower() -> None:
