@@ -17,7 +17,7 @@ from bench.evaluate import cost_model, problem_of
 from bench.identity import ROOT, source_digest
 from bench.points import Task, asked
 from bench.simulated import Simulated
-from bench.study import SENSITIVITY
+from bench.study import PLUS_ABLATION, SENSITIVITY
 from disagmoe.allocator.fitting import fits
 from disagmoe.specs import ModelSpec
 from disagmoe.system import variants_of
@@ -26,7 +26,7 @@ from disagmoe.system import variants_of
 def fitted(config: RunConfig) -> RunConfig:
     """The configuration with cut models. Raises ValueError where there are no points, or not even one layer fits."""
     study = config.study
-    if study is None or study.kind == SENSITIVITY:
+    if study is None or study.kind in (SENSITIVITY, PLUS_ABLATION):
         raise ValueError("depth=fitting: allowed for experiments with points of their own, such as ratio_sweep")
     models = []
     for model in study.models:

@@ -2,8 +2,9 @@
 
 A study is a run that evaluates many points around one configuration and writes
 one directory. This module decides which kinds there are and which axes and
-settings each takes; `sensitivity.py` answers the first, `claims.py` all others,
-which share their axes: a kind of one group of axes is that part of `claims` alone.
+settings each takes; `sensitivity.py` answers the first, `ablation.py` the last and
+`claims.py` all others, which share their axes: a kind of one group of axes is that
+part of `claims` alone.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from baselines.colocated import REPLAYS
-from disagmoe.cost.calibration import MERGES
+from disagmoe.cost.calibration import MERGES, TRANSPORTS
 from disagmoe.plan.af_ring import HEADS
 from disagmoe.specs import ModelSpec, load_model
 from disagmoe.specs import fields as read
 from disagmoe.systems.disagmoe import STREAMS
+from disagmoe.systems.disagmoe_plus import SWITCHES
 from disagmoe.systems.pools import NIC_RULES
 
 Setting = float | int | str
 
 SENSITIVITY, CLAIMS = "sensitivity", "claims"
 RATIO_SWEEP, VIRTUAL_STAGES, TOPK_EP, MICROBATCHES = "ratio_sweep", "virtual_stages", "topk_ep", "microbatches"
+PLUS_ABLATION = "plus_ablation"
 FREE = "free"
 """NICs as the tuner likes, beside the rules."""
 
@@ -99,6 +102,13 @@ AXES: Mapping[str, Mapping[str, Reading]] = {
     VIRTUAL_STAGES: _DEPTH,
     TOPK_EP: _TOP_K,
     MICROBATCHES: {"batch": _FACTORS, "batch_seq": _LENGTHS},
+    PLUS_ABLATION: {
+        "switch": (_choice(SWITCHES), f"any of {', '.join(SWITCHES)}"),
+        "switch_seq": _LENGTHS,
+        "exchange": (_choice(("native", *TRANSPORTS)), f"any of native, {', '.join(TRANSPORTS)}"),
+        "totals": (_choice(TRANSPORTS), f"any of {', '.join(TRANSPORTS)}"),
+        "calibrations": (_choice(tuple(read.shipped("calibration"))), "any shipped calibration"),
+    },
 }
 """The axes of every kind: how a setting is read, and what is allowed."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import jsonschema
 
-from bench import claims, crossing, sensitivity
+from bench import ablation, claims, crossing, sensitivity
 from bench.choices import other_device
 from bench.config import RunConfig
 from bench.deviations import deviations
@@ -23,7 +23,7 @@ from bench.progress import Bar
 from bench.publish import publish
 from bench.results import STUDY_FILE, InvalidResults, Results, run_block
 from bench.run import Call, Outcome, Work, once, write_settings
-from bench.study import SENSITIVITY
+from bench.study import PLUS_ABLATION, SENSITIVITY
 from bench.verdicts import study_entries
 
 SCHEMA_NAME = "disagmoe.study/1"
@@ -89,6 +89,8 @@ def _make(config: RunConfig, identity: Identity, call: Call, target: Path) -> Re
 
 def _parts(config: RunConfig) -> int:
     """How many parts the progress bar counts; looking for crossings is one."""
+    if config.study is not None and config.study.kind == PLUS_ABLATION:
+        return ablation.parts(config)
     if config.study is None or config.study.kind != SENSITIVITY:
         return len(claims.points(config))
     return 1 + sum(len(sensitivity.tasks_at(config, place)) for place in sensitivity.places(config))
@@ -96,6 +98,8 @@ def _parts(config: RunConfig) -> int:
 
 def _conduct(config: RunConfig, progress: sensitivity.Progress) -> dict[str, Any]:
     assert config.study is not None
+    if config.study.kind == PLUS_ABLATION:
+        return ablation.conduct(config, progress)
     if config.study.kind != SENSITIVITY:
         return claims.conduct(config, progress)
     standings = sensitivity.measure(config, progress)

@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.report import paper
 from bench.report.facts import finite
-from bench.study import SENSITIVITY
+from bench.study import PLUS_ABLATION, SENSITIVITY
 
 Record = Mapping[str, Any]
 
@@ -45,8 +45,8 @@ class Entry:
 
 
 def study_entries(record: Record) -> Iterator[Entry]:
-    """What the points of a study say of the claims that need runs of their own; a sensitivity study says nothing."""
-    if record["kind"] == SENSITIVITY:
+    """What the points of a study say of the claims that need runs of their own; some kinds say nothing of any."""
+    if record["kind"] in (SENSITIVITY, PLUS_ABLATION):
         return
     groups: dict[tuple[str, str, int], list[Record]] = {}
     for point in record["points"]:

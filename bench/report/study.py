@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from bench.axes import AXES
-from bench.report import points
+from bench.report import ablation, points
 from bench.report.columns import DASH
 from bench.report.facts import ORIGIN, REFERENCE, cluster_text, settings_text
 from bench.report.grid import Grid, escaped, markdown_lines, rich_table
@@ -31,6 +31,7 @@ TITLES = {
     "virtual_stages": "Throughput by virtual stages",
     "topk_ep": "Speed-up by top-k and expert-parallel size",
     "microbatches": "Speed-up by number of micro-batches",
+    "plus_ablation": "What every switch of disagmoe_plus is worth",
 }
 READ = (
     "One thing is changed at a time. Speed-ups are step times of the other system ÷ DisagMoE's, above 1 where DisagMoE"
@@ -69,6 +70,8 @@ def write(directory: Path, record: Record) -> list[Path]:
         paths.append(directory / CROSSINGS)
         _write_csv(paths[-1], record["crossings"])
         return paths + write_tornado(record, directory)
+    if kind == ablation.STEM:
+        return paths + ablation.write_figures(record, directory)
     from bench.report.point_figures import write_figures
 
     paths.append(directory / VERDICTS)
@@ -130,7 +133,8 @@ def markdown(record: Record) -> str:
     if record["kind"] == "sensitivity":
         lines += ["", *(escaped(text) for text in (*READ, *_effort(record))), "", "![tornado chart](tornado.png)"]
     else:
-        lines += ["", *(escaped(text) for text in points.READ), *points.picture_lines(record)]
+        told = ablation if record["kind"] == ablation.STEM else points
+        lines += ["", *(escaped(text) for text in told.READ), *told.picture_lines(record)]
     for grid in grids(record):
         lines += markdown_lines(grid)
     return "\n".join(lines) + "\n"
@@ -154,7 +158,7 @@ def grids(record: Record, *, brief: bool = False) -> Iterator[Grid]:
         for model in record["models"]:
             yield _points_grid(record, str(model["name"]), str(model["title"]))
         return
-    yield from points.grids(record, brief=brief)
+    yield from (ablation if record["kind"] == ablation.STEM else points).grids(record, brief=brief)
 
 
 def crossing_grid(record: Record) -> Grid:
