@@ -77,8 +77,9 @@ def tasks_at(config: RunConfig, cell: Cell) -> list[Task]:
     """What runs in a cell: the competitors, then the switches."""
     found = [asked(f"{cell.text} {name}", cell.config, name) for name in competitors(config)]
     for switch in cell.switches:
-        options = {} if switch == ALL else {name: "on" if name == switch else "off" for name in SWITCHES}
-        found.append(asked(f"{cell.text} {switch}", with_options(cell.config, PLUS, **options), PLUS))
+        alone = {name: "on" if name == switch else "off" for name in SWITCHES}
+        there = cell.config if switch == ALL else with_options(cell.config, PLUS, **alone)
+        found.append(asked(f"{cell.text} {switch}", there, PLUS))
     return found
 
 
