@@ -84,6 +84,8 @@ class ViewAdvice:
     why_not: str
     limits: Limits | None
     split: Split | None
+    together: Row | None = None
+    """A plan of our own planners that keeps attention and experts together, where that is the fastest of all."""
 
     @property
     def gain(self) -> float | None:
@@ -146,21 +148,32 @@ def is_disaggregated(outcome: Outcome) -> bool:
     return outcome.layout is not None and outcome.layout.placement.disaggregated
 
 
+def _is_ours(row: Row) -> bool:
+    return str(row["system"]).startswith(OWN_SYSTEM)
+
+
+def fastest(rows: Iterable[Row]) -> Row | None:
+    """The row of the shortest step."""
+    return min(rows, key=lambda row: float(row["step_time_s"]), default=None)
+
+
 def best_of(evaluation: Evaluation, view: str) -> tuple[Row | None, Row | None, Row | None, str]:
-    """Fastest disaggregated, fastest colocated and reference row of a view, and why there is none of the first."""
+    """Fastest disaggregated, fastest baseline and reference row of a view, and why there is none of the first.
+
+    Plans of our own planners that keep both together are not what disaggregation is an alternative to.
+    """
     pairs = [
         (row, outcome) for row, outcome in zip(evaluation.rows, evaluation.outcomes, strict=True) if row["view"] == view
     ]
     ok = [(row, outcome) for row, outcome in pairs if row["status"] == "ok"]
 
-    def fastest(apart: bool) -> Row | None:
-        rows = [row for row, outcome in ok if is_disaggregated(outcome) == apart]
-        return min(rows, key=lambda row: float(row["step_time_s"]), default=None)
+    own = fastest(row for row, outcome in ok if is_disaggregated(outcome))
+    colocated = fastest(row for row, _ in ok if not _is_ours(row))
 
     reference = next((row for row, _ in ok if row["system"] == REFERENCE), None)
-    failed = [row for row, _ in pairs if row["status"] != "ok" and str(row["system"]).startswith("disagmoe")]
+    failed = [row for row, _ in pairs if row["status"] != "ok" and _is_ours(row)]
     why = "; ".join(f"{row['system']}: {row['status']}, {row['reason']}" for row in failed)
-    return fastest(True), fastest(False), reference, why or "no system of this run keeps attention and experts apart"
+    return own, colocated, reference, why or "no system of this run keeps attention and experts apart"
 
 
 def _view(config: RunConfig, costs: CostModel, evaluation: Evaluation, view: str, settings: Settings) -> ViewAdvice:
@@ -177,7 +190,9 @@ def _view(config: RunConfig, costs: CostModel, evaluation: Evaluation, view: str
         found = limits(form.system, problem, tuned.candidate, tuned.plan)
     fixed = {key: value for key, value in options.items() if value is not None}
     split = _split(form.system, problem, fixed, settings)
-    return ViewAdvice(view, own, colocated, reference, "" if own is not None else why, found, split)
+    best = fastest(row for row in evaluation.rows if row["view"] == view and row["status"] == "ok")
+    together = best if best is not None and _is_ours(best) and best is not own else None
+    return ViewAdvice(view, own, colocated, reference, "" if own is not None else why, found, split, together)
 
 
 def _split(system: System, problem: Problem, fixed: Mapping[str, Any], settings: Settings) -> Split:

@@ -113,7 +113,7 @@ def _times(value: float | None) -> str:
 
 
 def _view_lines(view: ViewAdvice, named: bool) -> list[str]:
-    """Split, what binds and the way to the split: four lines at most."""
+    """Split, what binds and the way to the split: five lines at most."""
     label = f"{view.view}: " if named else ""
     if view.own is None:
         lines = [f"{label}no disaggregated plan: {view.why_not}"]
@@ -131,6 +131,9 @@ def _view_lines(view: ViewAdvice, named: bool) -> list[str]:
         lines.append(f"binds: {_binds(view)}   (the step follows {shares})")
     if view.split is not None:
         lines += _split_lines(view.split, float(view.own["step_time_s"]))
+    if view.together is not None:
+        plan = f"{_named(view.together)}, on {view.together['transport']}"
+        lines.append(f"faster still, attention and experts together: {plan}")
     return [_cut(line, WIDTH - 2) for line in lines]
 
 
