@@ -148,6 +148,8 @@ def _candidate(candidate: Candidate, full: Layout, layers: int, processes: int) 
     if full.placement.disaggregated:
         p, p_full = processes // 4, int(candidate["p"])
         sizes = {"p": p, "dp": 1, "m": 2, "n": 2, "nics": "halves", "stage_nodes": 0}
+        if "p_f" in candidate:
+            sizes["p_f"] = 0  # as many groups of experts as of attention
         allowed = group_sizes(p, layers, MICROBATCHES)
         wanted = p * int(candidate["group"]) / p_full
         sizes["group"] = min(allowed, key=lambda size: (abs(size - wanted), size))

@@ -31,6 +31,13 @@ CANDIDATES: dict[str, Candidate] = {
 }
 
 
+CANDIDATES["disagmoe_plus"] = {**CANDIDATES["disagmoe"], "n": 8, "p_f": 4, "compute_streams": 1, "form": "ring"} | {
+    "head": "spread",
+    "put_off": 1,
+    "map": "paper",
+}
+
+
 def problem(model: str = "deepseek_moe", seq: int = 8192, layers: int | None = None) -> Problem:
     spec, cluster = load_model(model), load_cluster("h800_128")
     spec = spec if layers is None else spec.with_layers(layers)
@@ -55,12 +62,12 @@ def test_every_system_has_a_cut_that_runs(name: str, processes: int) -> None:
     assert placement.gpus_used == processes
     assert (program.n_layers, program.n_microbatches) == (LAYERS, MICROBATCHES)
     gpus = [worker.gpus for worker in placement.workers]
-    assert gpus == ([2] * (processes // 2) if name == "disagmoe" else [processes // 2] * 2)
-    assert cut.plan.layout.ep == (2 if name == "disagmoe" else processes // 2)
+    assert gpus == ([2] * (processes // 2) if name.startswith("disagmoe") else [processes // 2] * 2)
+    assert cut.plan.layout.ep == (2 if name.startswith("disagmoe") else processes // 2)
     assert simulate(program, cut.pricing).step_s > 0.0
 
 
-@pytest.mark.parametrize("name", ["megatron_1f1b", "tutel", "dualpipe", "disagmoe"])
+@pytest.mark.parametrize("name", ["megatron_1f1b", "tutel", "dualpipe", "disagmoe", "disagmoe_plus"])
 def test_operations_last_as_long_as_at_full_size(name: str) -> None:
     _, there, layout, cut = made(name)
     prices, program = LayoutCosts(layout, there.costs), cut.plan.program
