@@ -17,6 +17,7 @@ from bench.report.style import GRID, MUTED, axes_at, canvas, drawing, footer, he
 BANDS = (0.10, 0.05)
 TIMES = ("step_time_s", "compute_s", "exposed_comm_s", "bubble_s")
 SHAPES = {4: "o", 8: "s"}
+TICKS = [step * 10.0**power for power in range(-3, 7) for step in (1, 1.5, 2, 3, 4, 5, 6, 8)]
 
 
 def markdown(
@@ -92,7 +93,7 @@ def write_parity(directory: Path, title: str, checks: Sequence[Check]) -> list[P
 
 def parity_figure(title: str, checks: Sequence[Check]) -> Any:
     """Emulated over simulated GPU time per token, logarithmic; on the diagonal both agree."""
-    figure = canvas(8.6, 5.6)
+    figure = canvas(7.4, 5.6)
     axes = axes_at(figure, 0.75, 0.85, 4.1, 4.0)
     headline(figure, "Emulated against simulated, the same cut with the same durations", title)
     values = [1e6 * v for c in checks for v in (c.simulated_per_token_s, c.emulated_per_token_s)] or [1.0]
@@ -112,11 +113,16 @@ def parity_figure(title: str, checks: Sequence[Check]) -> Any:
             alpha=0.9,
             zorder=3,
         )
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlim(low, high)
-    axes.set_ylim(low, high)
-    axes.grid(color=GRID, which="both", linewidth=0.4)
+    ticks = [tick for tick in TICKS if low <= tick <= high]
+    for set_scale, set_limits, set_ticks in (
+        (axes.set_xscale, axes.set_xlim, axes.set_xticks),
+        (axes.set_yscale, axes.set_ylim, axes.set_yticks),
+    ):
+        set_scale("log")
+        set_limits(low, high)
+        set_ticks([], minor=True)
+        set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.grid(color=GRID, linewidth=0.4)
     axes.set_xlabel("simulated [GPU-µs per token]")
     axes.set_ylabel("emulated [GPU-µs per token]")
     axes.legend(handles=_handles(checks), loc="upper left", bbox_to_anchor=(1.03, 1.0), borderaxespad=0.0)
