@@ -165,7 +165,7 @@ class LayoutCosts:
             return _compute(self._ffn(layer, phase, moe))
         if kind is Kind.P2P and placement.disaggregated:
             # The final rows, from one F-group of a spread head to the next.
-            sender, taker = (placement.workers[w] for w in placement.heads[:2])
+            sender, taker = (placement.workers[w] for w in (*placement.heads, placement.head)[:2])
             tokens, near = self.tokens * self._spread(sender), sender.shares_nodes(taker)
             return self.costs.p2p(tokens=tokens, nic_gbs=sender.nic_gbs, inter_node=not near)
         if kind is Kind.P2P:
