@@ -138,6 +138,8 @@ class DisagMoEPlus:
         """Variations of a good plan: windows and parts of a pipeline; orders, groups and switches of a ring."""
         candidate = self._complete(problem, candidate)
         large = _rows(problem, candidate) > MANY_ROWS
+        if self.early_gather == "auto" and "gather" in candidate:
+            yield {key: value for key, value in candidate.items() if key != "gather"}
         if candidate["form"] == "pipeline":
             windows: list[tuple[int, int, int] | None] = (
                 [None] if self.look_ahead == "off" else list(WINDOWS[:2] if large else WINDOWS)
