@@ -45,16 +45,18 @@ class WorkerBytes:
 
 
 def chunks_of(program: Program, rows: NDArray[np.intp]) -> FloatArray:
-    """Into how many chunks the operation of each row is cut: 1 where its layer is not.
+    """Into how many chunks the operation of each row is cut in its direction: 1 where its layer is not.
 
     Every part of a spread head keeps all its rows and has its own part of the
     vocabulary: it is no chunk in this sense.
     """
-    most = np.ones((len(Kind), program.n_layers + 1), dtype=np.int64)
+    # Comet cuts forward and backward exchanges differently.
+    forward = np.isin(program.phase, (int(Phase.F), int(Phase.R))).astype(np.int64)
+    most = np.ones((len(Kind), 2, program.n_layers + 1), dtype=np.int64)
     cut = np.flatnonzero((program.chunk > 0) & np.isin(program.kind, _CUT))
     if cut.size:
-        np.maximum.at(most, (program.kind[cut], program.layer[cut] + 1), program.chunk[cut] + 1)
-    return most[program.kind[rows], program.layer[rows] + 1].astype(np.float64)
+        np.maximum.at(most, (program.kind[cut], forward[cut], program.layer[cut] + 1), program.chunk[cut] + 1)
+    return most[program.kind[rows], forward[rows], program.layer[rows] + 1].astype(np.float64)
 
 
 class Tables:

@@ -14,6 +14,7 @@ from disagmoe.plan.colocated import colocated_program
 from disagmoe.plan.memory import GIB, GROUP_COMMUNICATOR_GIB, PAIR_COMMUNICATOR_GIB
 from disagmoe.plan.memory_load import gpu_load, in_frames
 from disagmoe.plan.memory_report import COMPONENTS, lower_bound_gib, memory_report, peak_gib
+from disagmoe.plan.memory_tables import DYNAMIC
 from disagmoe.plan.plan import Batch, Layout, Placement, Plan, Worker
 from disagmoe.plan.pricing import price
 from disagmoe.plan.verify import PlanError, verify
@@ -206,3 +207,25 @@ def test_a_policy_that_the_program_does_not_follow_is_refused() -> None:
     full = replace(plan.layout, options={**plan.layout.options, "recompute": "full"})
     with pytest.raises(ValueError, match="policy repeats ATTN, COMBINE, DISPATCH, FFN, its Program repeats nothing"):
         memory_report(full, plan.program, pr.model, pr.workload)
+
+
+@pytest.mark.parametrize("transport", ["nccl", "deepep"])
+@pytest.mark.parametrize("system", SHIPPED)
+def test_every_buffer_is_gone_at_the_end(system: str, transport: str) -> None:
+    """Copies merged per node make what is sent and what is received of different size: neither may pile up."""
+    pr = problem(seq=1024, global_batch=512, transport=transport, merge="node" if transport == "deepep" else "none")
+    for skip in (0, 3):
+        try:
+            plan = first_plan(system, pr, skip)
+        except AssertionError:
+            assert skip
+            continue
+        timeline = simulate(plan.program, price(plan.layout, plan.program, pr.costs))
+        times = {"start_s": timeline.start_s, "end_s": timeline.end_s}
+        report = memory_report(plan.layout, plan.program, pr.model, pr.workload, **times)
+        for worker in range(plan.program.n_workers):
+            where, held = report.curve(worker)
+            moving = held[-len(DYNAMIC) :]
+            assert where.size
+            assert np.abs(moving[:, -1]).max() * GIB < 1.0
+            assert moving.min() * GIB > -1.0
