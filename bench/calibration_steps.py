@@ -22,7 +22,6 @@ from disagmoe.ops import COMPUTE_KINDS, COMPUTE_STREAMS, Kind, Phase
 from disagmoe.plan.plan import Plan
 from disagmoe.plan.pricing import LayoutCosts
 from disagmoe.plan.verify import verify
-from disagmoe.runtime.probe import quick
 from disagmoe.specs import ClusterSpec, ModelSpec, Workload
 from disagmoe.system import NotApplicable, Problem
 from disagmoe.timeline.timeline import Timeline
@@ -45,7 +44,7 @@ class Case:
 
 @dataclass(frozen=True)
 class OpSample:
-    """Seconds of one operation of a case, over layers and steps (`quick`); `share` of all samples of the case."""
+    """Seconds of one operation of a case, over layers and steps (`typical`); `share` of all samples of the case."""
 
     case: Case
     kind: Kind
@@ -83,7 +82,7 @@ def op_samples(case: Case, timelines: Sequence[Timeline]) -> list[OpSample]:
                 layers.setdefault((kind, phase), layer)
     total = sum(fmean(values) * len(values) for values in found.values())
     return [
-        OpSample(case, *key, layers[key], quick(values), fmean(values) * len(values) / total)
+        OpSample(case, *key, layers[key], typical(values), fmean(values) * len(values) / total)
         for key, values in found.items()
     ]
 
@@ -115,8 +114,8 @@ def _computes(timeline: Timeline) -> Iterator[tuple[Kind, Phase, int, float]]:
 def _exchanges(timeline: Timeline) -> Iterator[tuple[Kind, Phase, int, float]]:
     """Exchanges of MoE layers, from the compute before to the compute behind.
 
-    Not those that something else may run beside: the backward of a combine shares the
-    links with the reduction of the gradients above; what goes to the head is no exchange like others.
+    Forward only, since backward ones share the links with the reduction of gradients;
+    what goes to the head is no exchange like the others.
     """
     program = timeline.program
     compute = np.isin(program.stream, [int(s) for s in COMPUTE_STREAMS])
@@ -128,14 +127,20 @@ def _exchanges(timeline: Timeline) -> Iterator[tuple[Kind, Phase, int, float]]:
     exchanged = {(op.layer, op.microbatch) for op in map(program.op, range(len(program))) if op.kind is Kind.DISPATCH}
     for layer, b in sorted(exchanged):
         chain = (
-            (Kind.DISPATCH, Phase.F, (Kind.ATTN, layer), (Kind.FFN, layer)),
-            (Kind.COMBINE, Phase.F, (Kind.FFN, layer), (Kind.ATTN, layer + 1)),
-            (Kind.DISPATCH, Phase.B, (Kind.FFN, layer), (Kind.ATTN, layer)),
+            (Kind.DISPATCH, (Kind.ATTN, layer), (Kind.FFN, layer)),
+            (Kind.COMBINE, (Kind.FFN, layer), (Kind.ATTN, layer + 1)),
         )
-        for kind, phase, before, after in chain:
-            first, then = at.get((before[0], phase, before[1], b)), at.get((after[0], phase, after[1], b))
+        for kind, before, after in chain:
+            first, then = at.get((before[0], Phase.F, before[1], b)), at.get((after[0], Phase.F, after[1], b))
             if first is not None and then is not None:
-                yield kind, phase, layer, float(timeline.start_s[then] - timeline.end_s[first])
+                yield kind, Phase.F, layer, float(timeline.start_s[then] - timeline.end_s[first])
+
+
+def typical(seconds: Sequence[float]) -> float:
+    """The mean without the tenth at either end: a step is a sum of many operations, so their mean counts."""
+    ordered = sorted(seconds)
+    out = len(ordered) // 10
+    return fmean(ordered[out : len(ordered) - out])
 
 
 def with_share(samples: Sequence[OpSample]) -> list[OpSample]:

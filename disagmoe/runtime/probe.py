@@ -4,15 +4,16 @@ Decides what is timed: matrix multiplies, plain and grouped by expert, in the th
 passes F, I and W; the attention kernel forward and backward; ring collectives over
 all ranks; and how much compute and an exchange slow each other down. All ranks work
 at the same time, as they do in a step: on a CPU they may share cores. A sample is
-the lower quartile of a few runs, the mean over ranks is taken by whoever asks.
+the median of a few runs, the mean over ranks is taken by whoever asks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -74,14 +75,8 @@ def probe(context: Context, dtype_name: str) -> list[Sample]:
     return found
 
 
-def quick(seconds: Sequence[float]) -> float:
-    """The lower quartile: others on a busy machine make things slower, never faster."""
-    ordered = sorted(seconds)
-    return ordered[(len(ordered) - 1) // 4]
-
-
 def timed(context: Context, work: Work, repeats: int = REPEATS) -> float:
-    """Seconds of `work` (`quick`), after one run that does not count; all ranks begin together."""
+    """Median seconds of `work`, after one run that does not count; all ranks begin together."""
     work()
     took = []
     for _ in range(repeats):
@@ -89,7 +84,7 @@ def timed(context: Context, work: Work, repeats: int = REPEATS) -> float:
         work()
         settle(context.device)
         took.append(time.perf_counter() - begin)
-    return quick(took)
+    return median(took)
 
 
 def _gemms(context: Context, dtype: torch.dtype, shapes: Iterable[tuple[int, int, int]]) -> Iterable[Sample]:
@@ -187,8 +182,8 @@ def _beside(context: Context, dtype: torch.dtype) -> Iterable[Sample]:
 
     yield Sample("alone", "compute", (), float(alone[0]))
     yield Sample("alone", "comm", (), float(alone[1]))
-    yield Sample("beside", "compute", (), quick([_once(context, computed) for _ in range(5)]))
-    yield Sample("beside", "comm", (), quick([_once(context, exchanged) for _ in range(5)]))
+    yield Sample("beside", "compute", (), median([_once(context, computed) for _ in range(5)]))
+    yield Sample("beside", "comm", (), median([_once(context, exchanged) for _ in range(5)]))
     lane.close()
     dist.destroy_process_group(group)
 
