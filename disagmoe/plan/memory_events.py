@@ -44,6 +44,8 @@ def in_order(program: Program, rows: NDArray[np.intp], tables: Tables) -> tuple[
     x.on_end(ffn & ops.has(D, "own"), -ops.received)
     (x.on_end if tables.frames else x.on_start)(ffn & ops.has(D, "own"), -ops.sent)
     x.incoming(ffn & ops.has(D, "recv"), ops.received)
+    if not tables.attends_again:  # no attention runs again to fill what is sent again
+        x.just_before(ops.is_a(Kind.FFN, Phase.R) & ops.has(D, "own"), ops.sent + ops.received)
     if not tables.frames:
         x.outgoing(ffn & ops.has(C, "own"), ops.sent + ops.received)
     x.outgoing(ffn & ops.has(C, "send"), ops.received)
@@ -106,11 +108,15 @@ class _Shifts:
         self.end[at] += nbytes[at]
         np.add.at(self.end, self._behind[at], -nbytes[at])
 
-    def incoming(self, where: BoolArray, nbytes: FloatArray) -> None:
-        """Arrives while the row before runs, read by this one."""
+    def just_before(self, where: BoolArray, nbytes: FloatArray) -> None:
+        """There while the row before runs, and after."""
         at = np.flatnonzero(where)
         np.add.at(self.begin, self._before[at], nbytes[at])
-        self.end[at] -= nbytes[at]
+
+    def incoming(self, where: BoolArray, nbytes: FloatArray) -> None:
+        """Arrives while the row before runs, read by this one."""
+        self.just_before(where, nbytes)
+        self.end -= np.where(where, nbytes, 0.0)
 
 
 def in_time(program: Program, tables: Tables) -> tuple[FloatArray, FloatArray]:
@@ -137,6 +143,8 @@ def in_time(program: Program, tables: Tables) -> tuple[FloatArray, FloatArray]:
     dispatch = ops.is_a(D, *_FORWARD)
     add(stop, attn & both(D, "send"), ops.sent)
     add(stop, dispatch & goes & ~framed, -ops.sent)
+    if not tables.attends_again:  # no attention runs again to fill what is sent again
+        add(start, ops.is_a(D, Phase.R) & goes, ops.sent)
     add(start, dispatch & comes, ops.received)
     add(stop, ffn & both(D, "recv"), -ops.received)
     if tables.frames:

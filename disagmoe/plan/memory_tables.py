@@ -71,6 +71,7 @@ class Tables:
         frames: bool,
     ) -> None:
         self.frames = frames
+        self.attends_again = recompute.attention == "full"
         self.type_of = np.array([0, *(int(m) for m in moe)], dtype=np.int64)  # of layer + 1
         shape = (len(workers), len(Kind), len(Phase), 2)
         self.begin, self.end, self.working = np.zeros(shape), np.zeros(shape), np.zeros(shape)
