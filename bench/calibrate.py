@@ -21,7 +21,17 @@ import numpy as np
 
 from bench import at_hand
 from bench.calibration_file import write
-from bench.calibration_steps import FITTED, SYSTEMS, Case, OpSample, case_of, nbytes, op_samples, prices, with_share
+from bench.calibration_steps import (
+    FITTED,
+    MICRO_BATCHES,
+    Case,
+    OpSample,
+    case_of,
+    nbytes,
+    op_samples,
+    prices,
+    with_share,
+)
 from bench.machine import machine
 from disagmoe.cost.calibration import Calibration, load_calibration
 from disagmoe.cost.rate_fit import AttentionFit, LinkFit, MultiplyFit, fit_attention, fit_link, fit_multiply, search
@@ -70,7 +80,7 @@ def measure_all(crew: Crew, model: ModelSpec, cluster: ClusterSpec, nominal: Cal
     told = crew.call(probe, DTYPES[kind][0], timeout_s=300.0)
     kernels = [replace(same[0], seconds=fmean(s.seconds for s in same)) for same in zip(*told, strict=True)]
     operations: list[OpSample] = []
-    for name in SYSTEMS:
+    for name in MICRO_BATCHES:
         for seq in LENGTHS[kind]:
             try:
                 case = case_of(name, model, cluster, nominal, seq)

@@ -1,4 +1,4 @@
-"""Steps that a calibration is read from: one micro-batch at a time, so that nothing overlaps.
+"""Steps that a calibration is read from: so few micro-batches that next to nothing overlaps.
 
 Decides which plans are run (Megatron-1F1B on one stage and DisagMoE on one ring, over
 all ranks) and what their timelines say: how long each operation computes, and how
@@ -26,7 +26,9 @@ from disagmoe.specs import ClusterSpec, ModelSpec, Workload
 from disagmoe.system import NotApplicable, Problem
 from disagmoe.timeline.timeline import Timeline
 
-SYSTEMS = ("megatron_1f1b", "disagmoe")
+MICRO_BATCHES = {"megatron_1f1b": 2, "disagmoe": 1}
+"""Systems whose steps are timed. Of 1F1B on one stage nothing overlaps but the reduction of gradients, which runs
+beside the backward of the last micro-batch; DisagMoE overlaps two micro-batches on purpose."""
 FITTED = (Kind.EMBED, Kind.ATTN, Kind.FFN, Kind.HEAD)
 
 
@@ -55,20 +57,21 @@ class OpSample:
 
 
 def case_of(name: str, model: ModelSpec, cluster: ClusterSpec, calibration: Calibration, seq: int) -> Case:
-    """The first plan of a system with one micro-batch of one sequence. Raises NotApplicable where there is none."""
+    """The first plan of a system with micro-batches of one sequence: MICRO_BATCHES of them. Else NotApplicable."""
     half = max(1, cluster.gpus // 2)
-    for batch in dict.fromkeys((cluster.gpus, half)):
+    wanted = MICRO_BATCHES[name]
+    for batch in dict.fromkeys((wanted * cluster.gpus, wanted * half)):
         work = Workload(seq=seq, global_batch=batch, micro_batch=1)
         costs = CostModel(model, cluster, calibration, work)
         system = get_system(name, **({"pp": 1} if name == "megatron_1f1b" else {}))
         problem = Problem(model, cluster, work, costs, system.native_transport, "rank", half)
         for candidate in system.candidates(problem):
             layout = system.layout(problem, candidate)
-            if layout.batch.microbatches == 1 and layout.placement.gpus_used == cluster.gpus:
+            if layout.batch.microbatches == wanted and layout.placement.gpus_used == cluster.gpus:
                 plan = Plan(layout, system.program(problem, layout))
                 verify(plan.program)
                 return Case(plan, problem)
-    raise NotApplicable(f"{name} has no plan of one micro-batch on {cluster.gpus} ranks")
+    raise NotApplicable(f"{name} has no plan of {wanted} micro-batches on {cluster.gpus} ranks")
 
 
 def op_samples(case: Case, timelines: Sequence[Timeline]) -> list[OpSample]:
@@ -114,8 +117,8 @@ def _computes(timeline: Timeline) -> Iterator[tuple[Kind, Phase, int, float]]:
 def _exchanges(timeline: Timeline) -> Iterator[tuple[Kind, Phase, int, float]]:
     """Exchanges of MoE layers, from the compute before to the compute behind.
 
-    Forward only, since backward ones share the links with the reduction of gradients;
-    what goes to the head is no exchange like the others.
+    Not the backward ones of the last micro-batch, which share the links with the reduction of
+    gradients; what goes to the head is no exchange like the others.
     """
     program = timeline.program
     compute = np.isin(program.stream, [int(s) for s in COMPUTE_STREAMS])
@@ -126,14 +129,19 @@ def _exchanges(timeline: Timeline) -> Iterator[tuple[Kind, Phase, int, float]]:
         at[op.kind, op.phase, op.layer, op.microbatch] = row
     exchanged = {(op.layer, op.microbatch) for op in map(program.op, range(len(program))) if op.kind is Kind.DISPATCH}
     for layer, b in sorted(exchanged):
-        chain = (
-            (Kind.DISPATCH, (Kind.ATTN, layer), (Kind.FFN, layer)),
-            (Kind.COMBINE, (Kind.FFN, layer), (Kind.ATTN, layer + 1)),
-        )
-        for kind, before, after in chain:
-            first, then = at.get((before[0], Phase.F, before[1], b)), at.get((after[0], Phase.F, after[1], b))
+        chain = [
+            (Kind.DISPATCH, Phase.F, (Kind.ATTN, layer), (Kind.FFN, layer)),
+            (Kind.COMBINE, Phase.F, (Kind.FFN, layer), (Kind.ATTN, layer + 1)),
+        ]
+        if b + 1 < program.n_microbatches:
+            chain += [
+                (Kind.COMBINE, Phase.B, (Kind.ATTN, layer + 1), (Kind.FFN, layer)),
+                (Kind.DISPATCH, Phase.B, (Kind.FFN, layer), (Kind.ATTN, layer)),
+            ]
+        for kind, phase, before, after in chain:
+            first, then = at.get((before[0], phase, before[1], b)), at.get((after[0], phase, after[1], b))
             if first is not None and then is not None:
-                yield kind, Phase.F, layer, float(timeline.start_s[then] - timeline.end_s[first])
+                yield kind, phase, layer, float(timeline.start_s[then] - timeline.end_s[first])
 
 
 def typical(seconds: Sequence[float]) -> float:

@@ -12,7 +12,7 @@ import yaml
 from bench import at_hand
 from bench.calibrate import Fitted, Measured, fit, main, read_arguments
 from bench.calibration_file import UNITS, document, write
-from bench.calibration_steps import Case, case_of, op_samples, prices
+from bench.calibration_steps import MICRO_BATCHES, Case, case_of, op_samples, prices
 from disagmoe.cost.calibration import Rates, calibration_from_mapping, load_calibration
 from disagmoe.ops import Kind
 from disagmoe.plan.pricing import price
@@ -38,10 +38,10 @@ def four_ranks() -> ClusterSpec:
 
 @pytest.mark.parametrize("system", ["megatron_1f1b", "disagmoe"])
 def test_samples_of_a_simulated_step_are_the_prices(system: str) -> None:
-    """With one micro-batch only gradients overlap: a step read back gives what it was priced with."""
+    """Only the reduction of gradients overlaps: a step read back gives what it was priced with."""
     calibration = load_calibration("laptop").with_contention_scale(0.0)
     case = case_of(system, TINY, four_ranks(), calibration, 96)
-    assert case.plan.layout.batch.microbatches == 1
+    assert case.plan.layout.batch.microbatches == MICRO_BATCHES[system]
     timeline = simulate(case.plan.program, price(case.plan.layout, case.plan.program, case.problem.costs))
     found = op_samples(case, [timeline])
     kinds = {sample.kind for sample in found}
