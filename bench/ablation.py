@@ -2,7 +2,7 @@
 
 Decides the cells: models by lengths, by exchange (each system's own transport, or one
 for all) and by calibration. In a cell a switch is on and all others are off, or all
-are left to the search; its gain is `disagmoe`'s step over its own. Cells of `totals`
+are as they are shipped; its gain is `disagmoe`'s step over its own. Cells of `totals`
 have the search and `disagmoe` only: they count what is won at equal transport.
 """
 
@@ -23,7 +23,7 @@ from disagmoe.systems.disagmoe_plus import SWITCHES
 
 PLUS = "disagmoe_plus"
 ALL = "all"
-"""The search over all switches."""
+"""The search as it is shipped."""
 NONE = "none"
 """`disagmoe`: every switch off."""
 NATIVE = "native"

@@ -27,7 +27,7 @@ Place = tuple[str, str]
 
 NONE, ALL = "none", "all"
 READ = (
-    "Every switch alone has all others off, so that it stands beside disagmoe; `all` is the search over all of them."
+    "Every switch alone has all others off, so that it stands beside disagmoe; `all` is the search as it is shipped."
     " Gains are step times of the other system ÷ own: above 1 where ours is faster.",
     "A switch that is on may find no plan: it forces what it says (hybrid: attention and experts together;"
     " balanced_map: only where layers differ).",

@@ -50,15 +50,16 @@ class DisagMoEPlus:
     A-groups. `shared_nodes`: both pools of a stage on the same nodes. `other_depths`:
     more or fewer F-groups than A-groups. `early_gather`: updated parameters gathered
     during the next forward. `hybrid`: attention and experts together (on: only so).
+    What loses in the median of the shipped models and lengths is off unless asked for.
     """
 
     spread_head: str = "auto"
     split_backward: str = "auto"
     look_ahead: str = "auto"
     free_groups: str = "auto"
-    balanced_map: str = "auto"
+    balanced_map: str = "off"
     shared_nodes: str = "auto"
-    other_depths: str = "auto"
+    other_depths: str = "off"
     early_gather: str = "auto"
     hybrid: str = "auto"
 
