@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -114,7 +115,9 @@ def loaded_call(context: Context) -> None:
             fn, args = pickle.loads(context.channel.recv_bytes())
         except EOFError:
             return
-        context.report(fn(context, *args))
+        result = fn(context, *args)
+        gc.collect()  # destroyed groups keep their threads for as long as a cycle of references holds them
+        context.report(result)
 
 
 def join(store: Store, context: Context) -> None:
