@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from statistics import fmean
@@ -24,6 +25,7 @@ from bench.calibration_file import write
 from bench.calibration_steps import (
     FITTED,
     MICRO_BATCHES,
+    ROUNDS,
     Case,
     OpSample,
     case_of,
@@ -47,6 +49,7 @@ from disagmoe.specs import ClusterSpec, ModelSpec, cluster_from_mapping, load_mo
 from disagmoe.specs import fields as read
 from disagmoe.specs.devices import Device, device
 from disagmoe.system import NotApplicable
+from disagmoe.timeline.timeline import Timeline
 
 LENGTHS = {"cpu": (96, 256, 1024), "cuda": (1024, 2048, 8192)}
 MODELS = {"cpu": ("tiny", None), "cuda": ("qwen3_30b", 2)}
@@ -79,15 +82,16 @@ def measure_all(crew: Crew, model: ModelSpec, cluster: ClusterSpec, nominal: Cal
     """Kernels, links and steps on all ranks."""
     told = crew.call(probe, DTYPES[kind][0], timeout_s=300.0)
     kernels = [replace(same[0], seconds=fmean(s.seconds for s in same)) for same in zip(*told, strict=True)]
-    operations: list[OpSample] = []
-    for name in MICRO_BATCHES:
+    cases: list[Case] = []
+    for name, wanted in MICRO_BATCHES[kind].items():
         for seq in LENGTHS[kind]:
-            try:
-                case = case_of(name, model, cluster, nominal, seq)
-            except NotApplicable:
-                continue
-            reports = crew.call(measure, _trial(case, kind), timeout_s=300.0)
-            operations += op_samples(case, reports[0].timelines)
+            with suppress(NotApplicable):
+                cases.append(case_of(name, model, cluster, nominal, seq, wanted))
+    timelines: list[list[Timeline]] = [[] for _ in cases]
+    for _ in range(ROUNDS):
+        for case, seen in zip(cases, timelines, strict=True):
+            seen += crew.call(measure, _trial(case, kind), timeout_s=300.0)[0].timelines
+    operations = [sample for case, seen in zip(cases, timelines, strict=True) for sample in op_samples(case, seen)]
     return Measured(kernels, with_share(operations))
 
 

@@ -1,9 +1,10 @@
-"""Steps that a calibration is read from: so few micro-batches that next to nothing overlaps.
+"""Steps that a calibration is read from.
 
 Decides which plans are run (Megatron-1F1B on one stage and DisagMoE on one ring, over
-all ranks) and what their timelines say: how long each operation computes, and how
-long an exchange keeps what comes after it waiting, from the end of the compute
-before it to the start of the compute behind it. That is the host's work included.
+all ranks) and what their timelines say: how long each operation computes, and, where
+nothing overlaps, how long an exchange keeps what comes after it waiting, from the end
+of the compute before it to the start of the compute behind it. That is the host's
+work included.
 """
 
 from __future__ import annotations
@@ -26,15 +27,19 @@ from disagmoe.specs import ClusterSpec, ModelSpec, Workload
 from disagmoe.system import NotApplicable, Problem
 from disagmoe.timeline.timeline import Timeline
 
-MICRO_BATCHES = {"megatron_1f1b": 2, "disagmoe": 1}
-"""Systems whose steps are timed. Of 1F1B on one stage nothing overlaps but the reduction of gradients, which runs
-beside the backward of the last micro-batch; DisagMoE overlaps two micro-batches on purpose."""
+MICRO_BATCHES = {"cpu": {"megatron_1f1b": 2, "disagmoe": 8}, "cuda": {"megatron_1f1b": 2, "disagmoe": 1}}
+"""Systems whose steps are timed, by the kind of device. Of 1F1B on one stage nothing overlaps but the reduction of
+gradients, which runs beside the backward of the last micro-batch. DisagMoE overlaps two micro-batches on purpose, so
+one alone shows its exchanges; but while one group computes, the other idles, and ranks that share cores then compute
+twice as fast as in a step of many. On a CPU it is therefore given many, and only its compute is read."""
+ROUNDS = 2
+"""Times all cases are measured, one after the other, so that a machine that drifts does not favour one of them."""
 FITTED = (Kind.EMBED, Kind.ATTN, Kind.FFN, Kind.HEAD)
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One plan of one micro-batch per attention rank; `problem` prices it."""
+    """One plan with micro-batches of one sequence; `problem` prices it."""
 
     plan: Plan
     problem: Problem
@@ -42,6 +47,12 @@ class Case:
     @property
     def sequences(self) -> int:
         return self.problem.workload.global_batch
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether exchanges run beside the compute of other micro-batches."""
+        layout = self.plan.layout
+        return layout.placement.disaggregated and layout.batch.microbatches > 1
 
 
 @dataclass(frozen=True)
@@ -56,16 +67,17 @@ class OpSample:
     share: float = 0.0
 
 
-def case_of(name: str, model: ModelSpec, cluster: ClusterSpec, calibration: Calibration, seq: int) -> Case:
-    """The first plan of a system with micro-batches of one sequence: MICRO_BATCHES of them. Else NotApplicable."""
+def case_of(name: str, model: ModelSpec, cluster: ClusterSpec, calibration: Calibration, seq: int, wanted: int) -> Case:
+    """The first plan of a system with `wanted` micro-batches of one sequence. Else NotApplicable."""
     half = max(1, cluster.gpus // 2)
-    wanted = MICRO_BATCHES[name]
     for batch in dict.fromkeys((wanted * cluster.gpus, wanted * half)):
         work = Workload(seq=seq, global_batch=batch, micro_batch=1)
         costs = CostModel(model, cluster, calibration, work)
         system = get_system(name, **({"pp": 1} if name == "megatron_1f1b" else {}))
         problem = Problem(model, cluster, work, costs, system.native_transport, "rank", half)
         for candidate in system.candidates(problem):
+            if candidate.get("compute_streams", 1) != 1:  # two operations on one device slow each other down
+                continue
             layout = system.layout(problem, candidate)
             if layout.batch.microbatches == wanted and layout.placement.gpus_used == cluster.gpus:
                 plan = Plan(layout, system.program(problem, layout))
@@ -75,11 +87,11 @@ def case_of(name: str, model: ModelSpec, cluster: ClusterSpec, calibration: Cali
 
 
 def op_samples(case: Case, timelines: Sequence[Timeline]) -> list[OpSample]:
-    """Compute and exchanges of a case, by kind and phase."""
+    """Compute of a case by kind and phase, and its exchanges where they run alone."""
     found: dict[tuple[Kind, Phase], list[float]] = defaultdict(list)
     layers: dict[tuple[Kind, Phase], int] = {}
     for timeline in timelines:
-        for kind, phase, layer, seconds in (*_computes(timeline), *_exchanges(timeline)):
+        for kind, phase, layer, seconds in (*_computes(timeline), *(() if case.overlaps else _exchanges(timeline))):
             if seconds > 0.0:
                 found[kind, phase].append(seconds)
                 layers.setdefault((kind, phase), layer)
