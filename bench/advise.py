@@ -16,22 +16,14 @@ import json
 import os
 import re
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from bench.cli import CONF, FAULT, INTERRUPTED, USER_ERROR
-from bench.config import RunConfig, resolve
+from bench.command import configuration, run_command
+from bench.config import RunConfig
 from bench.identity import identify, plain
-from bench.overrides import explain, rewrite
 from bench.progress import Bar
 from disagmoe.allocator import Settings
 from disagmoe.specs import parse_size
@@ -51,29 +43,13 @@ class Question:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Answer a command line; returns the exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if any(argument in ("-h", "--help") for argument in given):
-        print(__doc__)
-        return 0
-    try:
-        question = take_apart(given)
-        answer(configuration(question.overrides), question)
-    except (HydraException, OmegaConfBaseException) as error:
-        return _complain(explain(error, CONF), USER_ERROR)
-    except (ValueError, OSError) as error:
-        return _complain(" ".join(str(error).split()), USER_ERROR)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except Exception as error:
-        traceback.print_exc()
-        return _complain(f"{type(error).__name__}: {error}", FAULT)
-    return 0
+    return run_command(__doc__, arguments, _answer)
 
 
-def _complain(line: str, status: int) -> int:
-    print(f"error: {line}", file=sys.stderr)
-    return status
+def _answer(given: list[str]) -> bool:
+    question = take_apart(given)
+    answer(configuration(question.overrides), question)
+    return True
 
 
 def take_apart(arguments: Sequence[str]) -> Question:
@@ -108,17 +84,6 @@ def _numbers(key: str, values: Sequence[str]) -> tuple[float, ...]:
     if min(numbers) <= 0.0 or len(set(numbers)) < len(numbers):
         raise ValueError(f"{key}={','.join(values)}: allowed: distinct numbers above 0")
     return tuple(sorted(numbers))
-
-
-def configuration(overrides: Sequence[str]) -> RunConfig:
-    """The resolved run of `python -m bench` with these overrides."""
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        composed = compose("config", overrides=rewrite(overrides), return_hydra_config=True)
-    choices = {str(group): option for group, option in composed.hydra.runtime.choices.items()}
-    values = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=False))
-    del values["hydra"]
-    return resolve(values, choices)
 
 
 def answer(config: RunConfig, question: Question) -> None:

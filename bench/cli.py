@@ -14,14 +14,12 @@ import os
 import sys
 import tempfile
 import traceback
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import hydra
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -29,21 +27,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from bench import at_hand
-from bench.choices import FROM_FILE
+from bench.command import CONF, FAULT, INTERRUPTED, USER_ERROR, complain
 from bench.config import RunConfig, resolve
-from bench.identity import ROOT
 from bench.overrides import explain, rewrite
 from bench.publish import LockTimeout
 from bench.run import Call, Outcome, execute
-
-CONF = ROOT / "conf"
-USER_ERROR, FAULT, INTERRUPTED = 2, 1, 130
-
-# conf/hydra/launcher holds our values for launchers whose plugins bring a schema of the same name: both are meant.
-warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated against ConfigStore schema")
-
-for _group in ("cluster", "calibration"):  # conf/model/hf.yaml is the same for models
-    ConfigStore.instance().store(group=_group, name=FROM_FILE, node={"path": "???"}, provider="bench")
 
 
 @dataclass(frozen=True)
@@ -68,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not (CONF / "config.yaml").is_file():
-        return _complain(f"no configuration in {CONF}: run from a checkout of the suite")
+        return complain(f"no configuration in {CONF}: run from a checkout of the suite")
     # Slurm's nodes share the working directory, not /tmp.
     shared = Path.cwd() if any("submitit_slurm" in argument for argument in given) else None
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=shared) as spool:
@@ -175,8 +163,3 @@ def _conclude(reports: Sequence[JobReport], error: tuple[int, str] | None) -> in
     if len(reports) == 1 and bad:
         return USER_ERROR if bad[0].status == "refused" else FAULT
     return FAULT if bad else 0
-
-
-def _complain(line: str) -> int:
-    print(f"error: {line}", file=sys.stderr)
-    return USER_ERROR

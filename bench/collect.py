@@ -11,7 +11,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,18 +179,25 @@ def _show(frame: pd.DataFrame) -> None:
         console.print(table)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench.collect", description=__doc__.split("\n\n")[0])
+def results_command(
+    module: str, doc: str | None, write: Callable[[Path], list[Path]], arguments: Sequence[str] | None
+) -> int:
+    """The command of a module that writes files from a results directory; the exit status."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=(doc or "").split("\n\n")[0])
     parser.add_argument("results_dir", nargs="?", type=Path, default=Path("results"))
     options = parser.parse_args(arguments)
     try:
-        for path in collect(options.results_dir):
+        for path in write(options.results_dir):
             print(path)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    return results_command("bench.collect", __doc__, collect, arguments)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -24,16 +23,11 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
-from bench.advise import configuration
-from bench.cli import CONF, FAULT, INTERRUPTED, USER_ERROR
+from bench.command import configuration, run_command
 from bench.config import EMULATED_PROCESSES, RunConfig
 from bench.evaluate import cost_model, run_system
 from bench.identity import directory_name, identify, plain
 from bench.machine import machine
-from bench.overrides import explain
 from bench.publish import locked, publish
 from bench.results import run_block
 from bench.side_by_side import in_order
@@ -207,32 +201,15 @@ def conduct(config: RunConfig, command: Sequence[str]) -> tuple[Path, bool]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Answer a command line; returns the exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if any(argument in ("-h", "--help") for argument in given):
-        print(__doc__)
-        return 0
-    try:
-        config = configuration(["backend=emulate", *given])
-        if config.backend != "emulate":
-            raise ValueError(f"backend={config.backend}: a cross-check emulates; allowed: emulate")
-        machine(gpus=False)
-        _, agrees = conduct(config, ("python", "-m", "bench.crosscheck", *given))
-    except (HydraException, OmegaConfBaseException) as error:
-        return _complain(explain(error, CONF), USER_ERROR)
-    except (ValueError, OSError) as error:
-        return _complain(" ".join(str(error).split()), USER_ERROR)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except Exception as error:
-        traceback.print_exc()
-        return _complain(f"{type(error).__name__}: {error}", FAULT)
-    return 0 if agrees else FAULT
+    return run_command(__doc__, arguments, _check_all)
 
 
-def _complain(line: str, status: int) -> int:
-    print(f"error: {line}", file=sys.stderr)
-    return status
+def _check_all(given: list[str]) -> bool:
+    config = configuration(["backend=emulate", *given])
+    if config.backend != "emulate":
+        raise ValueError(f"backend={config.backend}: a cross-check emulates; allowed: emulate")
+    machine(gpus=False)
+    return conduct(config, ("python", "-m", "bench.crosscheck", *given))[1]
 
 
 if __name__ == "__main__":

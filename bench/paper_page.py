@@ -7,14 +7,13 @@ makes them first. Decides the order of the page; its numbers are `paper_entries.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from bench.collect import write_text
+from bench.collect import results_command, write_text
 from bench.paper_entries import entries, runs_of_the_paper, studies_of_the_paper, times_of
 from bench.replay import KEPT
 from bench.report import paper
@@ -212,16 +211,7 @@ def write_page(results_dir: Path) -> list[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench.paper_page", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("results_dir", nargs="?", type=Path, default=Path("results"))
-    options = parser.parse_args(arguments)
-    try:
-        for path in write_page(options.results_dir):
-            print(path)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return results_command("bench.paper_page", __doc__, write_page, arguments)
 
 
 if __name__ == "__main__":
