@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -23,6 +23,9 @@ from disagmoe.runtime.pacing import Pacing
 from disagmoe.runtime.step import RunOptions, StepRunner
 from disagmoe.specs import ModelSpec
 from disagmoe.timeline.timeline import Timeline
+
+WARM_UP_SPEED = 8.0
+"""How much faster than the repeats a warm-up goes: it fills caches and buffers, its times are thrown away."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +74,17 @@ def emulate(context: Context, emulation: Emulation) -> list[EmulatedStep]:
     tokens = torch.randint(0, told.model.vocab, (told.cut.sequences, told.cut.seq + 1), generator=generator)
     steps: list[EmulatedStep] = []
     with StepRunner(context, told.plan, told.model, told.cut, told.options, pacing=told.pacing) as runner:
+        pacer = runner.pacer
+        assert pacer is not None
+        pace = told.pacing.pace
         for repeat in range(told.warm_ups + told.repeats):
+            pacer.pace = pace if repeat >= told.warm_ups else replace(pace, dilation=pace.dilation / WARM_UP_SPEED)
             busy, used, began = _busy_s(), time.process_time(), time.perf_counter()
             result = runner.step(lambda wanted: tokens[wanted.start : wanted.stop])
             wall_s, used = time.perf_counter() - began, time.process_time() - used
             busy_s = None if busy is None else (_busy_s() or busy) - busy
-            assert runner.pacer is not None
-            late = [x for x in runner.pacer.late_s if x > 0.0]
-            share = len(late) / max(1, len(runner.pacer.late_s))
+            late = [x for x in pacer.late_s if x > 0.0]
+            share = len(late) / max(1, len(pacer.late_s))
             timeline = gather_timeline(
                 told.plan.program, runner.site.groups.ranks, result.record, 0.0, origin="emulated"
             )
