@@ -20,13 +20,12 @@ from bench.backends import Executed, Progress
 from bench.config import RunConfig
 from bench.cut import LAYERS, MICROBATCHES, CutPlan, make_cut
 from bench.emulation import DEFAULT_PROCESSES, Ran, run_cut
-from bench.evaluate import MEASURES, Outcome, Row, interrupted, problem_of
+from bench.evaluate import MEASURES, Outcome, Row, problem_of
+from bench.executed import COMPARED, failed, label, rates, refused
 from bench.machine import machine
 from bench.simulated import Simulated
 from disagmoe.allocator import Tuned
-from disagmoe.cost.flops import train_flops_per_token
 from disagmoe.cost.model import CostModel
-from disagmoe.specs.devices import device
 from disagmoe.system import NotApplicable, Problem, Variant, variants_of
 from disagmoe.timeline.metrics import summarize, worker_metrics
 from disagmoe.timeline.timeline import Timeline
@@ -67,12 +66,11 @@ def _emulated(
     """Row, Outcome and the account of one system; those of the simulation where it has no plan."""
     tuned = outcome.tuned
     base = {**row, **dict.fromkeys(MEASURES), "status": "ok", "reason": "", "memory_limit_gib": None}
-    label = f"{row['view']}: {row['system']}" + (f" ({row['variant']})" if row["variant"] else "")
     try:
         cut = cut_of(config, costs, row, outcome, processes)
         if cut is None:
             return row, outcome, []
-        progress(f"{label}, emulated")
+        progress(f"{row['view']}: {label(row)}, emulated")
         ran = run_cut(cut, processes, config.repeats)
         best = ran.best.timeline
         base.update(_measures(config, cut, best), simulated=times(cut, ran.simulated))
@@ -80,14 +78,9 @@ def _emulated(
         drawn = Outcome(cut.plan.layout, best, tuned)
         return base, drawn, [{"system": row["system"], "variant": row["variant"], "view": row["view"], **_account(ran)}]
     except NotApplicable as reason:
-        return {**base, "status": "not_applicable", "reason": str(reason)}, Outcome(None, None, tuned), []
-    except Exception as error:  # a rank that died, or a fault of one system: the others still run
-        if interrupted(error):
-            raise KeyboardInterrupt from error
-        if config.debug:
-            raise
-        failed = {**base, "status": "failed", "reason": f"{type(error).__name__}: {error}"}
-        return failed, Outcome(None, None, tuned), []
+        return *refused(base, reason, tuned), []
+    except Exception as error:
+        return *failed(config, base, error, tuned), []
 
 
 def cut_of(config: RunConfig, costs: CostModel, row: Row, outcome: Outcome, processes: int) -> CutPlan | None:
@@ -123,27 +116,16 @@ def _form(config: RunConfig, row: Row) -> Variant:
 def times(cut: CutPlan, timeline: Timeline) -> dict[str, float]:
     """What is compared between the emulated and the simulated cut."""
     mean = summarize(worker_metrics(timeline), cut.stands_for).mean
-    return {
-        "step_time_s": timeline.step_s,
-        "compute_s": mean.compute_s,
-        "exposed_comm_s": mean.exposed_s,
-        "bubble_s": mean.bubble_s,
-    }
+    return dict(zip(COMPARED, (timeline.step_s, mean.compute_s, mean.exposed_s, mean.bubble_s), strict=True))
 
 
 def _measures(config: RunConfig, cut: CutPlan, timeline: Timeline) -> Row:
     """The numbers of a row, at full size: rates per GPU that the cut stands for."""
-    step_s, seq = timeline.step_s, config.workload.seq
-    rate = cut.sequences * seq / step_s
-    layers = min(LAYERS, config.model.layers)
-    flops = train_flops_per_token(config.model.with_layers(layers), seq)
+    model, tokens = config.model.with_layers(min(LAYERS, config.model.layers)), cut.sequences * config.workload.seq
     gpus = np.array([worker.gpus for worker in cut.stands_for.workers], dtype=np.float64)
     weight = (gpus / gpus.sum())[cut.plan.program.worker]
     return {
-        "step_time_s": step_s,
-        "tokens_per_s": rate,
-        "tokens_per_s_per_gpu": rate / cut.gpus,
-        "mfu": rate / cut.gpus * flops / (device(config.cluster.device).peak_bf16_tflops * 1e12),
+        **rates(config, model, tokens, timeline.step_s, cut.gpus),
         **summarize(worker_metrics(timeline), cut.stands_for).as_row(),
         "wire_bytes_per_gpu": float(cut.pricing.wire_bytes @ weight),
         "gpus_used": cut.gpus,
@@ -158,8 +140,7 @@ def memory_notes(simulated: Sequence[Row]) -> list[str]:
     tight: dict[str, list[str]] = {}
     for row in simulated:
         if row["status"] == "oom":
-            name = f"{row['system']} ({row['variant']})" if row["variant"] else row["system"]
-            tight.setdefault(f"{row['reason']}", []).append(name)
+            tight.setdefault(f"{row['reason']}", []).append(label(row))
     return [
         f"out of memory at full size: {', '.join(dict.fromkeys(names))} ({reason}); "
         "shown is the cut of the fastest plan that fits where GPUs have just enough for any"

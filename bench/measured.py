@@ -21,19 +21,18 @@ from typing import Any
 
 from bench.backends import Executed, Progress
 from bench.config import RunConfig
-from bench.evaluate import MEASURES, Outcome, Row, interrupted
+from bench.evaluate import MEASURES, Outcome, Row
+from bench.executed import COMPARED, failed, label, rates, refused
 from bench.implementations import Implementation, implementations, of_row
 from bench.implementations import notes as implementation_notes
 from bench.machine import machine
 from bench.timing import StepTimes, step_times
-from disagmoe.cost.flops import train_flops_per_token
 from disagmoe.cost.model import CostModel
 from disagmoe.runtime.crew import Crew, Forked, Launched, device_kind, joined
 from disagmoe.runtime.cut import Cut
 from disagmoe.runtime.measure import RankReport, Trial
 from disagmoe.runtime.optimizer import Recipe
 from disagmoe.runtime.step import RunOptions
-from disagmoe.specs.devices import device
 from disagmoe.timeline.metrics import summarize, worker_metrics
 from disagmoe.timeline.timeline import Timeline
 
@@ -106,26 +105,21 @@ def _measured(
     try:
         trial = trial_of(config, kind, outcome)
         if (reason := implementation.refuse(trial)) is not None:
-            return {**base, "status": "not_applicable", "reason": reason}, Outcome(None, None, tuned), []
-        progress(f"{row['view']}: {row['system']}" + (f" ({row['variant']})" if row["variant"] else "") + ", measured")
+            return *refused(base, reason, tuned), []
+        progress(f"{row['view']}: {label(row)}, measured")
         reports = crew.call(implementation.run, trial, timeout_s=STEP_TIMEOUT_S * (trial.steps + 1))
         times = step_times([report.steps_s for report in reports], trial.warm_up)
         timeline = _typical(times, reports[0].timelines)
         base.update(_measures(config, trial, reports, times, timeline))
-        base["simulated"] = _predicted(row)
+        base["simulated"] = {key: row[key] for key in COMPARED}
         account = {
             "system": row["system"], "variant": row["variant"], "view": row["view"], **named,
             "steps_s": list(times.steps_s), "losses": list(reports[0].losses),
             "peak_memory_gib": [report.peak_memory_gib for report in reports],
         }  # fmt: skip
         return base, Outcome(tuned.plan.layout, timeline, tuned), [account]
-    except Exception as error:  # a rank that died, or a fault of one system: the others still run
-        if interrupted(error):
-            raise KeyboardInterrupt from error
-        if config.debug:
-            raise
-        failed = {**base, "status": "failed", "reason": f"{type(error).__name__}: {error}"}
-        return failed, Outcome(None, None, tuned), []
+    except Exception as error:
+        return *failed(config, base, error, tuned), []
 
 
 def trial_of(config: RunConfig, kind: str, outcome: Outcome) -> Trial:
@@ -155,20 +149,15 @@ def _measures(
     layout, model, seq = trial.plan.layout, config.model, config.workload.seq
     # The median, as the time of a step that was run: then its breakdown adds up to it.
     step_s = median(times.steps_s) if timeline is None else timeline.step_s
-    rate = trial.cut.sequences * seq / step_s
-    per_gpu = rate / config.cluster.gpus
-    peak = device(config.cluster.device).peak_bf16_tflops * 1e12
-    nominal = config.cluster.device in NOMINAL_DEVICES
+    nominal: Row = {"mfu": None} if config.cluster.device in NOMINAL_DEVICES else {}
     split = {} if timeline is None else summarize(worker_metrics(timeline), layout.placement).as_row()
     sent = [report.wire_bytes for report in reports if report.wire_bytes is not None]
     layers = sum(model.is_moe(layer) for layer in range(model.layers))
     counted = reports[0].dropped[trial.warm_up :]
     copies = max(1, layers * model.top_k)
     return {
-        "step_time_s": step_s,
-        "tokens_per_s": rate,
-        "tokens_per_s_per_gpu": per_gpu,
-        "mfu": None if nominal else per_gpu * train_flops_per_token(model, seq) / peak,
+        **rates(config, model, trial.cut.sequences * seq, step_s, config.cluster.gpus),
+        **nominal,
         **split,
         "peak_memory_gib": max(report.peak_memory_gib for report in reports),
         "wire_bytes_per_gpu": sum(sent) / len(sent) if sent else None,
@@ -179,11 +168,6 @@ def _measures(
         "spread": times.spread,
         "plan": dict(layout.details),
     }
-
-
-def _predicted(row: Row) -> dict[str, Any]:
-    """What the simulator gave for the same plan."""
-    return {key: row[key] for key in ("step_time_s", "compute_s", "exposed_comm_s", "bubble_s")}
 
 
 def _notes(config: RunConfig, crew: Crew, kind: str, rows: Sequence[Row]) -> list[str]:
@@ -204,9 +188,7 @@ def _notes(config: RunConfig, crew: Crew, kind: str, rows: Sequence[Row]) -> lis
 def prediction_errors(rows: Sequence[Row]) -> Mapping[str, float]:
     """Predicted over measured step, less one, by label of the row: of this suite's own executor."""
     return {
-        row["system"] + (f" ({row['variant']})" if row["variant"] else ""): (
-            row["simulated"]["step_time_s"] / row["step_time_s"] - 1.0
-        )
+        label(row): row["simulated"]["step_time_s"] / row["step_time_s"] - 1.0
         for row in rows
         if row["status"] == "ok" and row.get("simulated") and row["implementation"] == "equivalent"
     }

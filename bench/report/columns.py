@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.report.facts import Results, calibration_name, finite, notes, row_label, settings_text
+from bench.report.facts import ORIGIN, Results, calibration_name, finite, notes, row_label, settings_text
 
 Row = Mapping[str, Any]
 DASH = "–"
@@ -29,15 +29,22 @@ MEMORY_NOTE = ("activation memory", "not yet modelled")
 
 @dataclass(frozen=True)
 class Units:
-    """What all rows of one table share: the unit of time and the name of the memory column."""
+    """What all rows of one table share: the unit of time, the name of the memory column, how numbers came about."""
 
     time: str
     per_second: float
     decimals: int
     memory: str
+    origin: str
 
     def seconds(self, value: float) -> str:
         return f"{value * self.per_second:,.{self.decimals}f}"
+
+    def heading(self, text: str) -> str:
+        """A title or heading with what it leaves open."""
+        executed = "cut" if self.origin == "emulated" else "plan"
+        names = {"origin": self.origin, "Origin": self.origin.capitalize(), "executed": executed}
+        return text.format(time=self.time, memory=self.memory, **names)
 
 
 def units(results: Results, rows: Sequence[Row]) -> Units:
@@ -45,12 +52,12 @@ def units(results: Results, rows: Sequence[Row]) -> Units:
     steps = [s for s in (finite(row.get("step_time_s")) for row in rows) if s]
     shortest = min(steps, default=1.0)
     static = any(all(part in str(note) for part in MEMORY_NOTE) for note in results.get("notes") or ())
-    memory = "static memory" if static else "peak memory"
+    memory, origin = "static memory" if static else "peak memory", ORIGIN[str(results["backend"])]
     if shortest >= 1.0:
-        return Units("s", 1.0, 3, memory)
+        return Units("s", 1.0, 3, memory, origin)
     if shortest >= 1e-3:
-        return Units("ms", 1e3, 2 if shortest >= 0.01 else 3, memory)
-    return Units("µs", 1e6, 1, memory)
+        return Units("ms", 1e3, 2 if shortest >= 0.01 else 3, memory, origin)
+    return Units("µs", 1e6, 1, memory, origin)
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ class Column:
     right: bool = True
 
     def title(self, unit: Units) -> str:
-        return self.heading.format(time=unit.time, memory=unit.memory)
+        return unit.heading(self.heading)
 
 
 def dig(row: Row, path: str) -> Any:
@@ -196,18 +203,18 @@ POOL = (
 )
 """The pools of a disaggregated system apart."""
 
-SIMULATED_CUT = (
+EXECUTED = (
     SYSTEM,
-    Column("emulated\nstep [{time}]", lambda row, unit: _beside(row, unit, "step_time_s")),
+    Column("{origin}\nstep [{time}]", lambda row, unit: _beside(row, unit, "step_time_s")),
     seconds("simulated\nstep [{time}]", "simulated.step_time_s"),
-    Column("emulated ÷\nsimulated", lambda row, _: _error(row)),
-    Column("emulated\nexposed [{time}]", lambda row, unit: _beside(row, unit, "exposed_comm_s")),
+    Column("{origin} ÷\nsimulated", lambda row, _: _error(row)),
+    Column("{origin}\nexposed [{time}]", lambda row, unit: _beside(row, unit, "exposed_comm_s")),
     seconds("simulated\nexposed [{time}]", "simulated.exposed_comm_s"),
-    Column("emulated\nbubble [{time}]", lambda row, unit: _beside(row, unit, "bubble_s")),
+    Column("{origin}\nbubble [{time}]", lambda row, unit: _beside(row, unit, "bubble_s")),
     seconds("simulated\nbubble [{time}]", "simulated.bubble_s"),
     Column("spread of\nrepeats", lambda row, unit: _beside(row, unit, "spread")),
 )
-"""An emulated cut beside the simulation of the very same cut; empty for other runs."""
+"""An emulated cut, or a measured plan, beside the simulation of the very same one; empty for simulated runs."""
 
 PLAN = (
     SYSTEM,
@@ -224,7 +231,7 @@ TABLES = (
     ("Where the step goes", BREAKDOWN),
     ("Exposed communication by kind, and the largest value of any worker", BY_KIND),
     ("Attention (A) and FFN (F) workers apart", POOL),
-    ("Emulated beside the simulation of the same cut", SIMULATED_CUT),
+    ("{Origin} beside the simulation of the same {executed}", EXECUTED),
     ("Plans", PLAN),
 )
 

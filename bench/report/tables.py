@@ -67,7 +67,7 @@ def sections(rows: Sequence[Row], unit: Units) -> Iterator[Section]:
             shown = [row for row in shown if any(column.text(row, unit) != DASH for column in kept[1:])]
         if shown and len(kept) > 1:
             yield Section(
-                title=title,
+                title=unit.heading(title),
                 headings=tuple(column.title(unit) for column in kept),
                 right=tuple(column.right for column in kept),
                 cells=tuple(tuple(column.text(row, unit) for column in kept) for row in shown),

@@ -133,6 +133,16 @@ def test_time_unit_follows_the_shortest_step(scale: float, unit: str, text: str)
     assert md_row(markdown(results), "Speed and memory", "disagmoe")[2] == text
 
 
+@pytest.mark.parametrize(("backend", "word", "what"), [("emulate", "emulated", "cut"), ("measure", "measured", "plan")])
+def test_executed_rows_are_headed_by_how_they_ran(backend: str, word: str, what: str) -> None:
+    results = sample(backend=backend)
+    row_of(results, "tutel")["simulated"] = {"step_time_s": 2.0, "exposed_comm_s": 0.5, "bubble_s": 0.1}
+    text = markdown(results)
+    assert f"### {word.capitalize()} beside the simulation of the same {what}" in text
+    assert f"| {word} step [s] | simulated step [s] | {word} ÷ simulated |" in " ".join(text.split())
+    assert "beside the simulation" not in markdown(sample())
+
+
 def test_unknown_waits_are_starred() -> None:
     results = sample()
     assert "*" not in printed(results)
