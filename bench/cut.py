@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.cut_sizes import MICROBATCHES, cut_layers, smaller
 from disagmoe.cost.model import CostModel
 from disagmoe.ops import Kind, Phase
-from disagmoe.plan.af_pipe import group_sizes
 from disagmoe.plan.plan import Layout, Placement, Plan
 from disagmoe.plan.pricing import Pricing, price
 from disagmoe.plan.program import Program
@@ -29,8 +29,6 @@ from disagmoe.specs import ClusterSpec, ModelSpec, load_model
 from disagmoe.specs.cluster import NodeGroup
 from disagmoe.system import Candidate, NotApplicable, Problem, System
 
-LAYERS = 8
-MICROBATCHES = 8
 _EXCHANGES = (int(Kind.DISPATCH), int(Kind.COMBINE))
 
 Ints = NDArray[np.int64]
@@ -62,7 +60,9 @@ class CutPlan:
         workers = self.plan.layout.placement.workers
         ranks = {worker.pool: worker.gpus for worker in workers}
         if self.plan.layout.placement.disaggregated:
-            return {"p": len(workers) // 2, "A:F": f"{ranks['A']}:{ranks['F']}"}
+            groups = {pool: sum(worker.pool == pool for worker in workers) for pool in ("A", "F")}
+            unequal = {"F groups": groups["F"]} if groups["F"] != groups["A"] else {}
+            return {"p": groups["A"], **unequal, "A:F": f"{ranks['A']}:{ranks['F']}"}
         return {"pp": len(workers), "ep": self.plan.layout.ep}
 
     @property
@@ -72,16 +72,18 @@ class CutPlan:
         return float(self.pricing.duration_s[exchanged].min()) if exchanged.any() else None
 
 
-def make_cut(system: System, problem: Problem, full: Layout, candidate: Candidate, processes: int) -> CutPlan:
-    """The cut of the plan that `system` made of `candidate`. NotApplicable where its planner cannot make one."""
+def cut_candidate(problem: Problem, full: Layout, candidate: Candidate, processes: int) -> Candidate:
+    """The candidate behind a full-size plan, with the sizes of its cut. Raises NotApplicable."""
     size = "p" if full.placement.disaggregated else "pp"
     if size not in candidate:
         raise NotApplicable(f"no cut of this plan: its candidate names no {size} to make smaller")
-    layers = min(LAYERS, problem.model.layers)
-    model = problem.model.with_layers(layers)
-    cluster = _cluster(problem.cluster, processes)
-    smaller = _candidate(candidate, full, layers, processes)
-    data_ranks = 2 * (processes // 4) if not full.placement.disaggregated else 2
+    return smaller(candidate, full, problem.ep, cut_layers(problem.model), processes)
+
+
+def lay_out(system: System, problem: Problem, full: Layout, candidate: Candidate, processes: int) -> Plan:
+    """The plan of a cut by its own planner, `candidate` with the sizes of the cut. Raises NotApplicable."""
+    model, cluster = problem.model.with_layers(cut_layers(problem.model)), _cluster(problem.cluster, processes)
+    data_ranks = int(candidate["m"]) if full.placement.disaggregated else 2 * (processes // 4)
     workload = replace(
         problem.workload,
         global_batch=MICROBATCHES * full.batch.sequences * data_ranks,
@@ -89,20 +91,26 @@ def make_cut(system: System, problem: Problem, full: Layout, candidate: Candidat
         stragglers=(),
     )
     costs = CostModel(model, cluster, problem.costs.calibration, workload)
-    there = replace(problem, model=model, cluster=cluster, workload=workload, costs=costs, ep=int(smaller.get("ep", 2)))
-    plan = _laid_out(system, there, smaller, processes)
-    layout = plan.layout
-    twins = _workers(layout.placement, full.placement)
+    ep = int(candidate["n" if full.placement.disaggregated else "ep"])
+    there = replace(problem, model=model, cluster=cluster, workload=workload, costs=costs, ep=ep)
+    return _laid_out(system, there, candidate, processes)
+
+
+def make_cut(system: System, problem: Problem, full: Layout, candidate: Candidate, processes: int) -> CutPlan:
+    """The cut of the plan that `system` made of `candidate`. NotApplicable where its planner cannot make one."""
+    plan = lay_out(system, problem, full, cut_candidate(problem, full, candidate, processes), processes)
+    placement = plan.layout.placement
+    twins = _workers(placement, full.placement)
     return CutPlan(
         plan=plan,
         pricing=_price(plan, full, twins, problem.costs),
         full=full,
-        model=small_model(model),
+        model=small_model(problem.model.with_layers(cut_layers(problem.model))),
         stands_for=replace(
-            layout.placement,
+            placement,
             workers=tuple(
                 replace(worker, gpus=full.placement.workers[twin].gpus)
-                for worker, twin in zip(layout.placement.workers, twins, strict=True)
+                for worker, twin in zip(placement.workers, twins, strict=True)
             ),
         ),
         sequences=MICROBATCHES * full.batch.sequences * full.batch.data_ranks,
@@ -142,27 +150,6 @@ def _cluster(cluster: ClusterSpec, processes: int) -> ClusterSpec:
     return replace(cluster, groups=(NodeGroup(2, half, half, node.nic_gbit),))
 
 
-def _candidate(candidate: Candidate, full: Layout, layers: int, processes: int) -> Candidate:
-    """The candidate with the sizes of the cut, its other choices kept."""
-    sizes: dict[str, str | int | float] = {}
-    if full.placement.disaggregated:
-        p, p_full = processes // 4, int(candidate["p"])
-        sizes = {"p": p, "dp": 1, "m": 2, "n": 2, "nics": "halves", "stage_nodes": 0}
-        if "p_f" in candidate:
-            sizes["p_f"] = 0  # as many groups of experts as of attention
-        allowed = group_sizes(p, layers, MICROBATCHES)
-        wanted = p * int(candidate["group"]) / p_full
-        sizes["group"] = min(allowed, key=lambda size: (abs(size - wanted), size))
-    else:
-        p, p_full = 2, int(candidate["pp"])
-        sizes = {"pp": p, "ep": processes // p}
-        if "virtual" in candidate:
-            sizes["virtual"] = min(int(candidate["virtual"]), layers // p)
-        if "group" in candidate:
-            sizes["group"] = min(MICROBATCHES, max(p, round(p * int(candidate["group"]) / p_full)))
-    return {**candidate, **sizes}
-
-
 def _workers(cut: Placement, full: Placement) -> list[int]:
     """For every worker of the cut the worker of the full-size plan whose GPUs it stands for."""
     ends = {cut.embed: full.embed, cut.head: full.head}
@@ -182,6 +169,7 @@ def _price(plan: Plan, full: Layout, twins: list[int], costs: CostModel) -> Pric
     layer = program.layer.astype(np.int64)
     to_the_head = (program.kind == int(Kind.COMBINE)) & (layer == last)
     layer = np.where(to_the_head, costs.model.layers - 1, layer)
+    worker = _asked(program, plan.layout.placement, full.placement, twins)
     columns = {
         name: getattr(program, name)[owner].astype(np.int32)
         for name in ("stream", "kind", "phase", "microbatch", "replica", "peer", "pair")
@@ -191,7 +179,7 @@ def _price(plan: Plan, full: Layout, twins: list[int], costs: CostModel) -> Pric
         n_layers=costs.model.layers,
         n_microbatches=program.n_microbatches,
         n_chunks=max(program.n_chunks, int(chunk.max(initial=0)) + 1),
-        worker=np.array(twins, dtype=np.int32)[program.worker[owner]],
+        worker=worker[owner],
         layer=layer[owner].astype(np.int32),
         chunk=chunk.astype(np.int32),
         **columns,
@@ -236,6 +224,15 @@ def _arrivals(groups: int, full: int) -> dict[int, list[int]]:
     return {0: [0], **{1 + i: part.tolist() for i, part in enumerate(others)}}
 
 
+def _asked(program: Program, cut: Placement, full: Placement, twins: list[int]) -> NDArray[np.int32]:
+    """The worker of the full-size plan that says what a row costs: for one layer's parameters their owner there."""
+    worker = np.array(twins, dtype=np.int32)[program.worker]
+    of_layer = (program.kind == int(Kind.GRAD_SYNC)) & (program.layer >= 0)
+    experts = np.array([w.pool == "F" for w in cut.workers])[program.worker]
+    owner = np.where(experts, np.array(full.ffn)[program.layer], np.array(full.attn)[program.layer])
+    return np.where(of_layer, owner, worker).astype(np.int32)
+
+
 def _step_end_share(program: Program, cut: Placement, full: Placement, twins: list[int]) -> NDArray[np.float64]:
     """Of what a worker of the full-size plan updates and gathers, the part that belongs to the cut's layers; else 1."""
 
@@ -245,5 +242,6 @@ def _step_end_share(program: Program, cut: Placement, full: Placement, twins: li
 
     shares = [min(1.0, held(cut, w) / max(1, held(full, twin))) for w, twin in enumerate(twins)]
     whole = program.kind == int(Kind.OPTIM)
-    whole |= (program.kind == int(Kind.GRAD_SYNC)) & (program.phase == int(Phase.F))
+    if not program.early_gather:  # else parameters are gathered layer by layer
+        whole |= (program.kind == int(Kind.GRAD_SYNC)) & (program.phase == int(Phase.F))
     return np.where(whole, np.array(shares)[program.worker], 1.0)

@@ -18,7 +18,8 @@ from baselines.registry import get_system
 from bench import plan_cache
 from bench.backends import Executed, Progress
 from bench.config import RunConfig
-from bench.cut import LAYERS, MICROBATCHES, CutPlan, make_cut
+from bench.cut import CutPlan, make_cut
+from bench.cut_sizes import MICROBATCHES, cut_layers
 from bench.emulation import DEFAULT_PROCESSES, Ran, run_cut
 from bench.evaluate import MEASURES, Outcome, Row, problem_of
 from bench.executed import COMPARED, failed, label, rates, refused
@@ -48,7 +49,7 @@ class Emulated:
             rows.append(done)
             outcomes.append(drawn)
             ran += told
-        layers = min(LAYERS, config.model.layers)
+        layers = cut_layers(config.model)
         execution = {
             "processes": processes,
             "layers": layers,
@@ -121,7 +122,7 @@ def times(cut: CutPlan, timeline: Timeline) -> dict[str, float]:
 
 def _measures(config: RunConfig, cut: CutPlan, timeline: Timeline) -> Row:
     """The numbers of a row, at full size: rates per GPU that the cut stands for."""
-    model, tokens = config.model.with_layers(min(LAYERS, config.model.layers)), cut.sequences * config.workload.seq
+    model, tokens = config.model.with_layers(cut_layers(config.model)), cut.sequences * config.workload.seq
     gpus = np.array([worker.gpus for worker in cut.stands_for.workers], dtype=np.float64)
     weight = (gpus / gpus.sum())[cut.plan.program.worker]
     return {
