@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from disagmoe.plan.program import Program
+from disagmoe.plan.program import Program, Row
 from disagmoe.plan.text import from_text
 
 # One worker, a dense layer and a layer with experts, two micro-batches.
@@ -59,3 +59,14 @@ def edited(text: str, *changes: tuple[str, str]) -> Program:
         assert old in text, old
         text = text.replace(old, new)
     return from_text(text)
+
+
+def repacked(program: Program, rows: list[Row]) -> Program:
+    """Other rows for the same workers, layers and micro-batches."""
+    return Program.from_rows(
+        rows,
+        n_workers=program.n_workers,
+        n_layers=program.n_layers,
+        n_microbatches=program.n_microbatches,
+        n_chunks=program.n_chunks,
+    )
