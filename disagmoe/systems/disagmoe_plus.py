@@ -210,8 +210,8 @@ class DisagMoEPlus:
 
     @property
     def ring_choices(self) -> Mapping[str, tuple[str | int | float, ...]]:
-        """As of `disagmoe`, so that an allocation is a candidate; nothing where pipelines compete."""
-        return DisagMoE.ring_choices if self.hybrid == "off" else {}
+        """As of `disagmoe`, so that an allocation is a candidate; nothing with pipelines beside it or shared nodes."""
+        return DisagMoE.ring_choices if self.hybrid == "off" and self.shared_nodes != "on" else {}
 
     @property
     def _plain(self) -> DisagMoE:

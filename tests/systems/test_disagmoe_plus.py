@@ -110,6 +110,12 @@ def test_what_each_switch_shows_in_a_plan() -> None:
     )
 
 
+def test_every_plan_tried_shares_nodes_where_that_is_asked_for() -> None:
+    found = tuned(DisagMoEPlus.with_switches("shared_nodes"), small(), 4)
+    assert found.trials
+    assert {trial.candidate["nics"] for trial in found.trials} == {"shared_nodes"}
+
+
 def test_the_head_is_on_every_f_group_of_an_uneven_ring() -> None:
     pr = small()
     system = DisagMoEPlus.with_switches("spread_head", "other_depths")
