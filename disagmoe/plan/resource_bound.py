@@ -24,7 +24,7 @@ SMs are taken out of those GEMMs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -63,13 +63,14 @@ class Resources:
 
 
 @dataclass(frozen=True)
-class _Work:
-    """Compute of the whole step in GPU-seconds, and the rows of one exchange of one layer."""
+class Work:
+    """Compute of some layers in GPU-seconds, the tokens of one exchange, and how many layers exchange."""
 
     attention: float
     experts: float
     rest: float
     tokens: float
+    moe_layers: int
 
     @property
     def compute(self) -> float:
@@ -82,23 +83,33 @@ def resource_bound(costs: CostModel, transport: str, merge: str, ep: int, *, fus
     `fused`: the exchange is part of the experts' kernels. Never above the step of
     any plan that does all its tokens (a capacity that drops some does less).
     """
-    work = _work(costs, merge, ep, fused)
-    forms = [_together(costs, work, transport, merge, ep, fused)]
-    forms += _apart(costs, work, transport, merge, ep)
+    work = work_of(costs, merge, ep, fused=fused)
+    forms = [together(costs, work, transport, merge, ep, fused=fused), *apart(costs, work, transport, merge, ep)]
     return min(forms, key=lambda form: form.step_s)
 
 
-def _work(costs: CostModel, merge: str, ep: int, fused: bool) -> _Work:
+def work_of(
+    costs: CostModel,
+    merge: str,
+    ep: int,
+    *,
+    layers: Sequence[int] | None = None,
+    ends: bool = True,
+    fused: bool = False,
+) -> Work:
+    """What a step computes in these layers (None: all), with embedding, head and optimizer where `ends`."""
     model, load = costs.model, costs.workload
+    chosen = range(model.layers) if layers is None else layers
     sequences, tokens = float(load.global_batch), float(load.global_batch * load.seq)
     copies = costs.copy_work("node" if fused else merge, ep)  # fused kernels read and sum copies where they are
     attention = experts = 0.0
-    for first in costs.like:
+    for first in (costs.like[layer] for layer in chosen):
         for phase in _PHASES:
             attention += costs.attention(first, phase, sequences, packed=copies.packed)
             experts += _ffn(costs, first, phase, tokens, copies.returned, fused and model.is_moe(first))
-    ends = sum(costs.embed(phase, tokens) + costs.head(phase, tokens) for phase in _PHASES)
-    return _Work(attention, experts, ends + costs.optimizer(float(parameters(model).total)), tokens)
+    rest = sum(costs.embed(phase, tokens) + costs.head(phase, tokens) for phase in _PHASES)
+    rest = rest + costs.optimizer(float(parameters(model).total)) if ends else 0.0
+    return Work(attention, experts, rest, tokens, sum(model.is_moe(layer) for layer in chosen))
 
 
 def _ffn(costs: CostModel, layer: int, phase: Phase, tokens: float, returned: float, fused: bool) -> float:
@@ -117,24 +128,24 @@ def _ffn(costs: CostModel, layer: int, phase: Phase, tokens: float, returned: fl
     return halves if phase is Phase.F else halves + whole(Phase.W, rows)
 
 
-def _together(costs: CostModel, work: _Work, transport: str, merge: str, ep: int, fused: bool) -> Resources:
+def together(costs: CostModel, work: Work, transport: str, merge: str, ep: int, *, fused: bool = False) -> Resources:
     """Every GPU has its share of everything."""
     model, cluster = costs.model, costs.cluster
-    nodes, layers = ceil(ep / cluster.gpus_per_node), _moe_layers(costs)
+    nodes = ceil(ep / cluster.gpus_per_node)
     copies = colocated_copies(merge, ep, nodes, model.top_k, costs.distinct(ep), costs.distinct(nodes))
     nvlink_rows = copies.nvlink
     if fused and nodes == 1:  # an all-gather, and a reduce-scatter of one row per rank that holds an expert
         nvlink_rows = min(nvlink_rows, costs.distinct(ep) * (ep - 1.0) / ep)
-    moved = work.tokens * model.hidden * BF16 * layers * _EXCHANGES / cluster.gpus
+    moved = work.tokens * model.hidden * BF16 * work.moe_layers * _EXCHANGES / cluster.gpus
     nic_s = copies.nic * moved / costs.network.nic(cluster.nic_gbs_per_gpu()) if copies.nic > 0.0 else 0.0
     nvlink_s = nvlink_rows * moved / costs.network.nvlink
     compute_s = work.compute / cluster.gpus
     factors = costs.contention(transport)
-    step_s = _side_by_side(compute_s, max(nic_s, nvlink_s), 1.0 if fused else factors.compute, factors.comm)
+    step_s = side_by_side(compute_s, max(nic_s, nvlink_s), 1.0 if fused else factors.compute, factors.comm)
     return Resources("together", step_s, compute_s, nic_s, nvlink_s)
 
 
-def _apart(costs: CostModel, work: _Work, transport: str, merge: str, ep: int) -> Iterator[Resources]:
+def apart(costs: CostModel, work: Work, transport: str, merge: str, ep: int) -> Iterator[Resources]:
     """Every split of the GPUs in multiples of `ep` for the experts that fit there, under either NIC rule."""
     cluster, factors = costs.cluster, costs.contention(transport)
     recipe = RECIPES[costs.workload.optimizer]
@@ -142,7 +153,7 @@ def _apart(costs: CostModel, work: _Work, transport: str, merge: str, ep: int) -
     least = experts_bytes / (cluster.limit_gib * GIB)
     crossing = [rows for rows in (_rows_apart(costs, merge, ep), _rows_shared(costs, merge, ep)) if rows is not None]
     # Every layer is sent there and back twice; the last combine may stay inside the experts' own group.
-    moved = work.tokens * costs.model.hidden * BF16 * (2 * _moe_layers(costs) - 1)
+    moved = work.tokens * costs.model.hidden * BF16 * (2 * work.moe_layers - 1)
     pool_nic = cluster.nodes * cluster.gpus_per_node * cluster.nic_gbs_per_gpu() / 2.0
     nic_s = min(crossing) * moved / costs.network.nic(pool_nic) if crossing and min(crossing) > 0.0 else 0.0
     fan_out = costs.distinct(ep) if merge == "node" else 0.0
@@ -156,7 +167,7 @@ def _apart(costs: CostModel, work: _Work, transport: str, merge: str, ep: int) -
             work.experts / expert_gpus,
             work.compute / cluster.gpus,
         )
-        step_s = max(_side_by_side(load, exchange_s, factors.compute, factors.comm) for load in loads)
+        step_s = max(side_by_side(load, exchange_s, factors.compute, factors.comm) for load in loads)
         yield Resources("apart", step_s, max(loads), nic_s, nvlink_s, expert_gpus)
 
 
@@ -177,11 +188,7 @@ def _rows_shared(costs: CostModel, merge: str, ep: int) -> float | None:
     return units[merge] * (1.0 - 1.0 / k)
 
 
-def _moe_layers(costs: CostModel) -> int:
-    return sum(costs.model.is_moe(layer) for layer in range(costs.model.layers))
-
-
-def _side_by_side(compute: float, exchange: float, slows: float, slowed: float) -> float:
+def side_by_side(compute: float, exchange: float, slows: float, slowed: float) -> float:
     """Least time of both on one GPU; see the module's docstring."""
     gain = max(0.0, 1.0 / slows + 1.0 / slowed - 1.0)
     return compute + exchange - gain * min(slows * compute, slowed * exchange)

@@ -14,7 +14,7 @@ from disagmoe.cost.model import CostModel
 from disagmoe.ops import Phase
 from disagmoe.plan.plan import Layout, Plan
 from disagmoe.plan.pricing import price
-from disagmoe.plan.resource_bound import Resources, _side_by_side, resource_bound
+from disagmoe.plan.resource_bound import Resources, resource_bound, side_by_side
 from disagmoe.simulator import simulate
 from disagmoe.system import Problem, variants_of
 from tests.problems import problem, small_cluster
@@ -53,12 +53,12 @@ def test_overlap_of_any_length_takes_as_long_at_least(
 ) -> None:
     overlap = tenths / 20 * min(slows * compute, slowed * exchange)
     taken = overlap + (compute - overlap / slows) + (exchange - overlap / slowed)
-    assert _side_by_side(compute, exchange, slows, slowed) <= taken * (1 + 1e-12)
+    assert side_by_side(compute, exchange, slows, slowed) <= taken * (1 + 1e-12)
 
 
 def test_without_contention_the_longer_of_both_remains() -> None:
-    assert _side_by_side(3.0, 2.0, 1.0, 1.0) == pytest.approx(3.0)
-    assert _side_by_side(2.0, 3.0, 1.0, 1.0) == pytest.approx(3.0)
+    assert side_by_side(3.0, 2.0, 1.0, 1.0) == pytest.approx(3.0)
+    assert side_by_side(2.0, 3.0, 1.0, 1.0) == pytest.approx(3.0)
 
 
 def test_together_by_hand() -> None:
