@@ -1,149 +1,177 @@
 """What every switch of `disagmoe_plus` is worth: each alone, and all together, beside `disagmoe` and the baselines.
 
 Decides the cells: models by lengths, by exchange (each system's own transport, or one
-for all) and by calibration. In a cell a switch is on and all others are off, or all
-are as they are shipped; its gain is `disagmoe`'s step over its own. Cells of `totals`
-have the search and `disagmoe` only: they count what is won at equal transport.
+for all), by calibration and by batch. In a cell a switch is on and all others are
+off (`switch_trials.py` says which plans it gets), or all are as they are shipped; its
+gain is `disagmoe`'s step over its own. Cells of `totals` and of other batches have
+the search and `disagmoe` only: they count what is won at equal transport. Cells
+with one transport for all also ask the baselines with a `replay` they do not have by
+default, and bound what any mix of both forms could take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bench.axes import with_options
+from baselines.registry import system_options
+from bench.ablation_points import bounds, compared, point
+from bench.axes import sequences, with_options
 from bench.comparison import OWN_SYSTEM
 from bench.config import RunConfig
-from bench.evaluate import Row
+from bench.kept_answers import kept
 from bench.points import Answer, Task, answers, asked
-from bench.sensitivity import Progress, based, competitors, label
+from bench.sensitivity import Progress, based, competitors
+from bench.switch_trials import ALL, NONE, fastest, of_split, searched
 from disagmoe.specs import ModelSpec, default_global_batch
-from disagmoe.systems.disagmoe_plus import SWITCHES
 
-PLUS = "disagmoe_plus"
-ALL = "all"
-"""The search as it is shipped."""
-NONE = "none"
-"""`disagmoe`: every switch off."""
 NATIVE = "native"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One model, length, exchange and calibration, with what is tried there."""
+    """One model, length, exchange, calibration and batch, with what is tried there.
+
+    `times` is the batch in multiples of the default one; `replay` what baselines with
+    that option are asked beside their default, "" for nothing.
+    """
 
     config: RunConfig
     exchange: str
     switches: tuple[str, ...]
+    times: float = 1.0
+    replay: str = ""
 
     @property
     def text(self) -> str:
         """The place in words."""
         config = self.config
-        return f"{config.model.name} {config.workload.seq} {self.exchange} {config.calibration}"
+        batch = "" if self.times == 1.0 else f" batch {self.times:g}x"
+        return f"{config.model.name} {config.workload.seq} {self.exchange} {config.calibration}{batch}"
+
+    @property
+    def at(self) -> dict[str, Any]:
+        """What all points of the cell share, beside model and length."""
+        return {"exchange": self.exchange, "calibration": self.config.calibration, "batch": self.times}
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Cells that differ in model and length only."""
+
+    exchange: str
+    switches: tuple[str, ...]
+    seqs: tuple[int, ...]
+    times: float = 1.0
+    replay: str = ""
 
 
 def cells(config: RunConfig) -> list[Cell]:
     """All cells of the study, calibration by calibration."""
     assert config.study is not None
-    study = config.study
-    alone = tuple(str(name) for name in study.settings("switch"))
-    exchanges = [str(name) for name in study.settings("exchange")]
-    totals = [str(name) for name in study.settings("totals") if name not in exchanges]
     return [
-        Cell(_at(config, model, int(seq), exchange, str(calibration)), exchange, tried)
-        for calibration in study.settings("calibrations")
-        for group, tried in ((exchanges, (*alone, ALL)), (totals, (ALL,)))
-        for exchange in group
-        for model in study.models
-        for seq in study.settings("switch_seq")
+        Cell(_at(config, model, seq, group, calibration), group.exchange, group.switches, group.times, group.replay)
+        for calibration in map(str, config.study.settings("calibrations"))
+        for group in _groups(config)
+        for model in config.study.models
+        for seq in group.seqs
     ]
 
 
-def _at(config: RunConfig, model: ModelSpec, seq: int, exchange: str, calibration: str) -> RunConfig:
-    native = exchange == NATIVE
-    workload = replace(config.workload, seq=seq, global_batch=default_global_batch(seq))
-    return replace(
+def _groups(config: RunConfig) -> Iterator[_Group]:
+    assert config.study is not None
+    study = config.study
+    alone = tuple(str(name) for name in study.settings("switch"))
+    seqs, large = (tuple(int(seq) for seq in study.settings(axis)) for axis in ("switch_seq", "batch_seq"))
+    exchanges = [str(name) for name in study.settings("exchange")]
+    replay = next((str(name) for name in study.settings("replay")), "")
+    for name in exchanges:
+        yield _Group(name, (*alone, ALL), seqs, replay="" if name == NATIVE else replay)
+    for name in (str(name) for name in study.settings("totals")):
+        if name not in exchanges:
+            yield _Group(name, (ALL,), seqs)
+    for factor in study.settings("batch"):
+        for name in exchanges:
+            if name != NATIVE:
+                yield _Group(name, (ALL,), large or seqs, times=float(factor))
+
+
+def _at(config: RunConfig, model: ModelSpec, seq: int, group: _Group, calibration: str) -> RunConfig:
+    native = group.exchange == NATIVE
+    usual = replace(
         based(config, model),
-        workload=workload,
+        workload=replace(config.workload, seq=seq, global_batch=default_global_batch(seq)),
         calibration=calibration,
         views=(NATIVE,) if native else ("uniform",),
-        uniform_transport=config.uniform_transport if native else exchange,
+        uniform_transport=config.uniform_transport if native else group.exchange,
     )
+    return replace(usual, workload=replace(usual.workload, global_batch=sequences(usual, group.times)))
 
 
-def tasks_at(config: RunConfig, cell: Cell) -> list[Task]:
-    """What runs in a cell: the competitors, then the switches."""
-    found = [asked(f"{cell.text} {name}", cell.config, name) for name in competitors(config)]
+def first_tasks(config: RunConfig, cell: Cell) -> dict[str, Task]:
+    """What can be asked at once: the competitors, switches that are searched for, and `replay` of some baselines."""
+    found = {name: asked(f"{cell.text} {name}", cell.config, name) for name in competitors(config)}
+    if cell.replay:
+        for name in competitors(config):
+            if "replay" in system_options(name):
+                there = with_options(cell.config, name, replay=cell.replay)
+                found[f"{name} replay"] = asked(f"{cell.text} {name} replay={cell.replay}", there, name)
+    assert config.study is not None
     for switch in cell.switches:
-        alone = {name: "on" if name == switch else "off" for name in SWITCHES}
-        there = cell.config if switch == ALL else with_options(cell.config, PLUS, **alone)
-        found.append(asked(f"{cell.text} {switch}", there, PLUS))
+        task = searched(cell.config, cell.text, switch, config.study.plans)
+        if task is not None:
+            found[switch] = task
     return found
 
 
+def second_tasks(cell: Cell, split: Answer) -> dict[str, Task]:
+    """What is tried on the split that `disagmoe` chose, by switch."""
+    tasks = ((switch, of_split(cell.config, cell.text, switch, split)) for switch in cell.switches)
+    return {switch: task for switch, task in tasks if task is not None}
+
+
 def parts(config: RunConfig) -> int:
-    """How many tasks the progress bar counts, equal ones once."""
-    return sum(len(tasks_at(config, cell)) for cell in cells(config))
+    """How many parts the progress bar counts at least: what is asked at once."""
+    return sum(len(first_tasks(config, cell)) for cell in cells(config))
 
 
 def conduct(config: RunConfig, progress: Progress, processes: int | None = None) -> dict[str, Any]:
-    """The record's points: per cell `disagmoe`, then every switch."""
+    """The record's points: per cell `disagmoe` and every switch, then the baselines, then the bounds."""
     asked_for = cells(config)
-    tasks = [tasks_at(config, cell) for cell in asked_for]
-    replies = iter(answers([task for group in tasks for task in group], progress, processes))
-    points = []
-    for cell, group in zip(asked_for, tasks, strict=True):
-        got = [next(replies) for _ in group]
-        points += list(_points(cell, dict(zip(competitors(config), got, strict=False)), got[-len(cell.switches) :]))
+    first = _answered([first_tasks(config, cell) for cell in asked_for], progress, processes)
+    later = [second_tasks(cell, got[OWN_SYSTEM][0]) for cell, got in zip(asked_for, first, strict=True)]
+    second = _answered(later, progress, processes)
+    points: list[dict[str, Any]] = []
+    for cell, found, on_split in zip(asked_for, first, second, strict=True):
+        points += _points(config, cell, found, on_split)
     return {"points": points}
 
 
-def _points(
-    cell: Cell, systems: Mapping[str, tuple[Answer, ...]], switched: list[tuple[Answer, ...]]
-) -> Iterator[dict[str, Any]]:
-    rivals = [one.row for name, reply in systems.items() if name != OWN_SYSTEM for one in reply]
-    best = min(
-        (row for row in rivals if row["status"] == "ok"), key=lambda row: float(row["step_time_s"]), default=None
-    )
-    plain = systems[OWN_SYSTEM][0].row
-    yield _record(cell, NONE, plain, plain, best)
-    for switch, reply in zip(cell.switches, switched, strict=True):
-        yield _record(cell, switch, reply[0].row, plain, best)
+def _answered(
+    groups: Sequence[Mapping[str, Task]], progress: Progress, processes: int | None
+) -> list[dict[str, tuple[Answer, ...]]]:
+    """The answers to groups of named tasks."""
+    replies = iter(answers([task for group in groups for task in group.values()], progress, processes, kept))
+    return [{name: next(replies) for name in group} for group in groups]
 
 
-def _record(cell: Cell, switch: str, own: Row, plain: Row, best: Row | None) -> dict[str, Any]:
-    config = cell.config
-    return {
-        "model": config.model.name,
-        "axis": "switch",
-        "setting": switch,
-        "at": {"exchange": cell.exchange, "calibration": config.calibration},
-        "seq": config.workload.seq,
-        "global_batch": config.workload.global_batch,
-        "ep": (own["plan"] or {}).get("ep"),
-        "status": own["status"],
-        "reason": own["reason"] or "",
-        "step_s": own["step_time_s"],
-        "exposed_s": own["exposed_comm_s"],
-        "bubble_s": own["bubble_s"],
-        "bound_ratio": own.get("bound_ratio"),
-        "bound_by": own.get("bound_by"),
-        "gain_over_disagmoe": _over(plain, own),
-        "best_baseline": None if best is None else label(best),
-        "best_step_s": None if best is None else best["step_time_s"],
-        "speedup_over_reference": None,
-        "speedup_over_best": None if best is None else _over(best, own),
-        "microbatches": own["microbatches"],
-        "gpus_used": own["gpus_used"],
-        "needed_gib": own["peak_memory_gib"],
-        "plan": own["plan"],
-    }
+Answers = Mapping[str, tuple[Answer, ...]]
 
 
-def _over(other: Row, own: Row) -> float | None:
-    """Step of the other over own; None where one of them did not run."""
-    if other["status"] != "ok" or own["status"] != "ok":
-        return None
-    return float(other["step_time_s"]) / float(own["step_time_s"])
+def _points(config: RunConfig, cell: Cell, found: Answers, on_split: Answers) -> Iterator[dict[str, Any]]:
+    names = [name for name in competitors(config) if name != OWN_SYSTEM]
+    rivals = [one.row for name in names for one in found[name]]
+    plain = found[OWN_SYSTEM][0].row
+    beside = compared(cell.config, cell.at, plain, rivals)
+    yield point(beside, "switch", NONE, plain)
+    for switch in cell.switches:
+        replies = [*found.get(switch, ()), *on_split.get(switch, ())]
+        yield point(beside, "switch", switch, fastest(switch, plain, [one.row for one in replies]))
+    for row in rivals:
+        yield point(beside, "system", str(row["system"]), row)
+    for name in names:
+        for one in found.get(f"{name} replay", ()):
+            yield point(beside, "replay", name, one.row)
+    if cell.exchange != NATIVE and cell.times == 1.0:
+        yield from bounds(cell.config, beside)

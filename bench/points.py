@@ -57,12 +57,15 @@ def asked(name: str, config: RunConfig, system: str, known: Known | None = None)
 
 
 def answers(
-    tasks: Sequence[Task], progress: Callable[[str], Any] = lambda name: None, processes: int | None = None
+    tasks: Sequence[Task],
+    progress: Callable[[str], Any] = lambda name: None,
+    processes: int | None = None,
+    ask: Callable[[Task], tuple[Answer, ...]] | None = None,
 ) -> list[tuple[Answer, ...]]:
-    """The answers to all tasks, in their order. Equal tasks are run once."""
+    """The answers to all tasks, in their order, each by `ask` (None: `answer`). Equal tasks are run once."""
     distinct = {_key(task): task for task in tasks}
     found: dict[Any, tuple[Answer, ...]] = {}
-    results = in_order([partial(answer, task) for task in distinct.values()], processes)
+    results = in_order([partial(ask or answer, task) for task in distinct.values()], processes)
     for key, result in zip(distinct, results, strict=True):
         progress(distinct[key].name)
         found[key] = result

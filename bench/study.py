@@ -34,8 +34,9 @@ FREE = "free"
 class Study:
     """`models` in the order of the report, the one chosen on the command line first; `axes` in their order.
 
-    `plans` is how many of the base's plans a baseline tries at the other points;
-    None searches anew at each.
+    `plans` is how many of the base's plans a baseline tries at the other points (None:
+    a search at each); in the ablation, how many plans a switch that is searched for
+    alone times per round (None: as many as any system).
     """
 
     kind: str
@@ -107,6 +108,9 @@ AXES: Mapping[str, Mapping[str, Reading]] = {
         "switch_seq": _LENGTHS,
         "exchange": (_choice(("native", *TRANSPORTS)), f"any of native, {', '.join(TRANSPORTS)}"),
         "totals": (_choice(TRANSPORTS), f"any of {', '.join(TRANSPORTS)}"),
+        "batch": _FACTORS,
+        "batch_seq": _LENGTHS,
+        "replay": (_choice(tuple(REPLAYS)), f"any of {', '.join(REPLAYS)}"),
         "calibrations": (_choice(tuple(read.shipped("calibration"))), "any shipped calibration"),
     },
 }

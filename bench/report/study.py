@@ -134,7 +134,8 @@ def markdown(record: Record) -> str:
         lines += ["", *(escaped(text) for text in (*READ, *_effort(record))), "", "![tornado chart](tornado.png)"]
     else:
         told = ablation if record["kind"] == ablation.STEM else points
-        lines += ["", *(escaped(text) for text in told.READ), *told.picture_lines(record)]
+        effort = [ablation.effort(record)] if told is ablation else []
+        lines += ["", *(escaped(text) for text in (*told.READ, *effort)), *told.picture_lines(record)]
     for grid in grids(record):
         lines += markdown_lines(grid)
     return "\n".join(lines) + "\n"
