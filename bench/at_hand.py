@@ -17,8 +17,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from bench.choices import FROM_FILE, chosen_path
 from bench.machine import gpu_names
 from disagmoe.cost.calibration import load_calibration
 from disagmoe.specs import fields as read
@@ -53,7 +55,7 @@ def adapt(
         ranks = sum(int(group["count"]) * int(group["gpus"]) for group in values["cluster"].get("groups", ()))
     else:
         ranks = rank_count(values.get("processes"))
-        filled["cluster"], chosen["cluster"] = cluster_at_hand(ranks, choices.get("calibration")), "local"
+        filled["cluster"], chosen["cluster"] = cluster_at_hand(ranks, _calibration_asked(values, choices)), "local"
     if not ranks:  # a cluster file: its defaults are those of a planned run
         return filled, chosen
     half = max(1, ranks // 2)
@@ -62,6 +64,12 @@ def adapt(
     filled["batch"] = MICRO_BATCHES * half if values["batch"] is None else values["batch"]
     filled["micro_batch"] = 1 if values["micro_batch"] is None else values["micro_batch"]
     return filled, chosen
+
+
+def _calibration_asked(values: Mapping[str, Any], choices: Mapping[str, str | None]) -> str | None:
+    """Name or path of the calibration on the command line; a user's own are paths by now."""
+    choice = choices.get("calibration")
+    return str(chosen_path("calibration", values["calibration"])) if choice == FROM_FILE else choice
 
 
 def rank_count(asked: int | None) -> int:
@@ -75,7 +83,11 @@ def rank_count(asked: int | None) -> int:
 
 
 def cluster_at_hand(ranks: int, calibration: str | None) -> dict[str, Any]:
-    """`ranks` ranks of this hardware as the content of a cluster file. `calibration`: the one asked for."""
+    """`ranks` ranks of this hardware as the content of a cluster file.
+
+    `calibration` is the name or path of the one asked for; of a path the content has the name of the file only.
+    Raises ValueError where there is no such calibration.
+    """
     found = gpu_names()
     per_node = (launched() or (ranks, ranks))[1]
     nodes = -(-ranks // per_node)
@@ -86,12 +98,16 @@ def cluster_at_hand(ranks: int, calibration: str | None) -> dict[str, Any]:
         named = calibration or own or SHIPPED_CALIBRATIONS.get(kind)
         if named is None:
             raise ValueError(f"no calibration for {kind} is shipped: run `make calibrate` first, or name one")
-        return {**common, "device": kind, "calibration": named}
+        return {**common, "device": kind, "calibration": _name_of(named)}
     named = calibration or own_calibration("cpu") or "laptop"
-    kind = "laptop" if named == "file" else load_calibration(named).device
+    kind = load_calibration(named).device
     kind = kind if device(kind).name in ("cpu", "laptop") else "laptop"
     limits = {"memory_gib": CPU_MEMORY_GIB, "reserve_gib": 0.25}
-    return {**common, "device": kind, "calibration": named if named != "file" else "laptop", **limits}
+    return {**common, "device": kind, "calibration": _name_of(named), **limits}
+
+
+def _name_of(calibration: str) -> str:
+    return calibration if calibration in read.known("calibration") else Path(calibration).stem
 
 
 def own_calibration(kind: str) -> str | None:

@@ -27,7 +27,7 @@ FROM_FILE = "file"
 """Option of the groups `cluster` and `calibration` that holds a path."""
 
 
-def _path(group: str, mapping: Mapping[str, Any]) -> Path:
+def chosen_path(group: str, mapping: Mapping[str, Any]) -> Path:
     """The path a group option `file` or `hf` carries."""
     value = mapping.get("path")
     if not isinstance(value, str) or value in ("", "???"):
@@ -38,7 +38,7 @@ def _path(group: str, mapping: Mapping[str, Any]) -> Path:
 def read_model(mapping: Mapping[str, Any], choice: str | None) -> tuple[ModelSpec, int, Path | None]:
     """The model, its layers before `model.layers=` cut it, and its file."""
     if choice == MODEL_FROM_FILE:
-        path = _path("model", mapping)
+        path = chosen_path("model", mapping)
         model = load_model(str(path))
         return model, model.layers, path / "config.json" if path.is_dir() else path
     path_of = read.shipped("model")
@@ -54,7 +54,7 @@ def read_model(mapping: Mapping[str, Any], choice: str | None) -> tuple[ModelSpe
 
 def read_cluster(mapping: Mapping[str, Any], choice: str | None) -> tuple[ClusterSpec, Path | None]:
     if choice == FROM_FILE:
-        path = _path("cluster", mapping)
+        path = chosen_path("cluster", mapping)
         return load_cluster(str(path)), path
     return cluster_from_mapping({"name": choice, **mapping}), read.shipped("cluster").get(choice or "")
 
@@ -65,7 +65,7 @@ def read_calibration(
     """Name (or path) and file of the calibration: the one asked for, otherwise the cluster's."""
     name = choice or cluster.calibration
     if choice == FROM_FILE:
-        name = str(_path("calibration", mapping or {}))
+        name = str(chosen_path("calibration", mapping or {}))
     loaded = load_calibration(name)  # raises where there is none of this name
     if mapping and choice != FROM_FILE and calibration_from_mapping(mapping, name) != loaded:
         raise ValueError(

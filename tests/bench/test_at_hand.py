@@ -47,6 +47,19 @@ def test_a_named_cluster_is_kept_and_its_devices_are_the_ranks() -> None:
     assert chosen["cluster"] == "laptop" and (filled["ep"], filled["batch"]) == (4, 32)
 
 
+def test_ones_own_calibration_of_a_cpu_makes_the_ranks_devices_of_its_kind(tmp_path: Path) -> None:
+    """Its rates are fractions of that device's peak; of any other they mean nothing."""
+    mine = tmp_path / "mine.yaml"
+    laptop = (read.CONF / "calibration" / "laptop.yaml").read_text(encoding="utf-8")
+    mine.write_text(laptop.replace("device: laptop", "device: cpu"), encoding="utf-8")
+    filled, chosen = adapt(
+        as_typed() | {"calibration": {"path": str(mine)}}, {**CHOICES, "calibration": "file"}, ["backend=measure"]
+    )
+    config = resolve(filled, chosen)
+    assert (config.cluster.device, config.cluster.calibration) == ("cpu", "mine")
+    assert config.calibration == str(mine)
+
+
 def test_torchrun_and_srun_say_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched({"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}) == (16, 8)
     assert launched({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}) == (4, 2)
