@@ -26,8 +26,8 @@ WORKLOAD = $(call override_of,CLUSTER,cluster) $(if $(strip $(SYSTEMS)),'systems
 	$(call override_of,TRANSPORT,transport) $(call override_of,CALIBRATION,calibration)
 SIZED = $(call override_of,MODEL,model) $(call override_of,SEQ,seq) $(WORKLOAD) $(ARGS)
 
-.PHONY: help bench bench-all crosscheck advise sweep sweep-paper sensitivity example collect calibrate curves train
-.PHONY: test test-slow lint microbench clean
+.PHONY: help bench bench-all crosscheck advise sweep sweep-paper sensitivity ablation plus-page example
+.PHONY: collect calibrate curves train test test-slow lint microbench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -75,6 +75,12 @@ sweep-paper: $(VENV)/.core ## the sweep under two calibrations and at 4x the bat
 
 sensitivity: $(VENV)/.core ## what DisagMoE's gain hangs on, and where it stops winning: a chart and tables
 	@$(PY) -m bench experiment=sensitivity $(OVERRIDES)
+
+ablation: $(VENV)/.core ## every switch of disagmoe_plus alone and all together, cells won, bounds: half an hour on two cores
+	@$(PY) -m bench experiment=plus_ablation $(OVERRIDES)
+
+plus-page: $(VENV)/.core ## the tables of docs/disagmoe-plus.md, from the newest study of make ablation
+	@$(PY) -m bench.plus_page
 
 example: $(VENV)/.core ## results/example/ and the README's headline table, from a sweep and a run (make sweep bench)
 	@$(PY) -m bench.example

@@ -60,12 +60,12 @@ def _cell(rows: pd.DataFrame, view: str, model: str, seq: int, low: float, high:
     return f"**{row['speedup']:.2f}×**" if inside else f"{row['speedup']:.2f}×"
 
 
-def replace_block(text: str, block: str) -> str:
+def replace_block(text: str, block: str, begin: str = BEGIN, end: str = END) -> str:
     """`text` with what stands between the markers replaced. Raises ValueError without markers."""
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"README.md lacks the markers {BEGIN!r} and {END!r}")
-    before, rest = text.split(BEGIN, 1)
-    return f"{before}{BEGIN}\n\n{block}\n\n{END}{rest.split(END, 1)[1]}"
+    if begin not in text or end not in text:
+        raise ValueError(f"the page lacks the markers {begin!r} and {end!r}")
+    before, rest = text.split(begin, 1)
+    return f"{before}{begin}\n\n{block}\n\n{end}{rest.split(end, 1)[1]}"
 
 
 def main(results_dir: Path = ROOT / "results") -> None:

@@ -34,6 +34,7 @@ from bench.report.columns import DASH
 from bench.report.facts import finite
 from bench.report.grid import Grid
 from bench.report.text import length, seconds, times
+from disagmoe.systems import DisagMoEPlus
 
 
 def won_grid(record: Record) -> Grid:
@@ -168,22 +169,25 @@ def _step_text(point: Point | None) -> str:
 
 
 def worth_grid(record: Record, among: Sequence[Place], title: str) -> Grid:
-    """Every switch over all cells of some places: what it is worth, and in how many cells it runs, helps and hurts."""
-    lines = []
+    """Every switch over all cells of some places: what it is worth, in how many cells it runs, helps and hurts."""
+    shipped, lines = DisagMoEPlus(), []
     for switch in dict.fromkeys(name for place in among for name in switches_of(record, place)):
         gains = gains_of(record, among, switch)
         asked = [cell for place in among for cell in by_cell(record, place).values() if switch in cell]
         lines.append(
             (
-                switch,
+                *(switch, str(getattr(shipped, switch, DASH))),
                 *(times(pick(gains)) if gains else DASH for pick in (median, min, max)),
                 f"{sum(cell[switch]['status'] == 'ok' for cell in asked)} of {len(asked)}",
                 str(sum(gain > 1.0 + SAME for gain in gains)),
                 str(sum(gain < 1.0 - SAME for gain in gains)),
             )
         )
-    headings = ("switch", "median gain over disagmoe", "least", "most", "cells that run", "faster in", "slower in")
-    return Grid(title, headings, tuple(lines))
+    headings = (
+        *("switch", "by default", "median gain over disagmoe", "least", "most", "cells that run"),
+        *("faster in", "slower in"),
+    )
+    return Grid(title, headings, tuple(lines), frozenset({0, 1}))
 
 
 def mix_grid(record: Record, place: Place) -> Grid:

@@ -32,6 +32,11 @@ def escaped(text: str) -> str:
 def markdown_lines(grid: Grid, level: int = 2) -> Iterator[str]:
     """The lines of a table under its title."""
     yield from ("", f"{'#' * level} {escaped(grid.title)}", "")
+    yield from table_lines(grid)
+
+
+def table_lines(grid: Grid) -> Iterator[str]:
+    """The table alone."""
     yield _row(grid.headings)
     yield f"|{'|'.join('---' if at in grid.left else '---:' for at in range(len(grid.headings)))}|"
     yield from map(_row, grid.cells)

@@ -143,8 +143,8 @@ def test_tables_count_what_is_won_and_say_what_binds(record: dict[str, Any]) -> 
     assert gains["hybrid"][:3] == ("1.455×", "oom", "1.455×")  # the median of the one that ran
     assert gains["all"][0] == "1.600×"
     worth = {line[0]: line[1:] for line in worth_grid(record, places(record)[:2], "").cells}
-    assert worth["hybrid"] == ("1.455×", "1.455×", "1.455×", "2 of 4", "2", "0")
-    assert worth["spread_head"][3] == "0 of 4"
+    assert worth["hybrid"] == ("auto", "1.455×", "1.455×", "1.455×", "2 of 4", "2", "0")
+    assert worth["spread_head"][4] == "0 of 4"
 
 
 def test_tables_of_bounds_batches_and_replays(record: dict[str, Any]) -> None:
