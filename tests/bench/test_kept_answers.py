@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from bench import ablation
 from bench.axes import with_options
 from bench.kept_answers import kept
 from bench.points import Answer, Task, answer, asked
 from tests.bench.helpers import config
+from tests.bench.test_ablation import study
 from tests.bench.test_sensitivity import row
 
 TASK = asked("place tutel", config(transport="uniform"), "tutel")
@@ -73,3 +77,24 @@ def test_failures_and_broken_files_are_asked_again(tmp_path: Path) -> None:
     ask = Counted()
     kept(TASK, tmp_path, ask)
     assert len(ask.seen) == 1
+
+
+def test_an_interrupted_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = Counted()
+    monkeypatch.setattr(ablation, "kept", lambda task: kept(task, tmp_path, ask))
+    monkeypatch.setattr(ablation, "of_split", lambda *_: None)
+    reported: list[str] = []
+
+    def stop(name: str) -> None:
+        reported.append(name)
+        if len(reported) == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ablation.conduct(study(), stop, 1)
+    assert len(ask.seen) == 7
+    whole = ablation.conduct(study(), lambda name: None, 1)
+    names = [task.name for task in ask.seen]
+    assert len(names) == len(set(names)) == ablation.parts(study())
+    assert ablation.conduct(study(), lambda name: None, 1) == whole
+    assert len(ask.seen) == len(names)
