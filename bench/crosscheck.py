@@ -2,22 +2,25 @@
 
     python -m bench.crosscheck model=qwen3 seq=8k
     python -m bench.crosscheck model=qwen3 seq=8k processes=4
+    python -m bench.crosscheck model=gpt_oss seq=8k switches=all
 
 runs the cut of every system's plan on 4 and on 8 processes and simulates the very
 same cut with the same durations. Decides what agreement means: the limits below.
 The best of three repeats counts; a system beyond a limit gets one more try, since
 other work on the machine can only make it slower (it is recorded). As a negative
 control one cut is run with overlap forbidden: it must come out slower by what its
-simulation says. Takes the settings of `python -m bench`. Exit status 1: no
-agreement, 2: a mistake in the command.
+simulation says. `switches=` (all, or a list) runs switches of disagmoe_plus instead
+of systems, each on with all others off, in a plan of its form (`switches.py`).
+Takes the settings of `python -m bench`. Exit status 1: no agreement, 2: a mistake in
+the command.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -25,12 +28,14 @@ from typing import Any
 
 from bench.command import configuration, run_command
 from bench.config import EMULATED_PROCESSES, RunConfig
-from bench.evaluate import cost_model, run_system
+from bench.evaluate import cost_model
 from bench.identity import directory_name, identify, plain
 from bench.machine import machine
 from bench.publish import locked, publish
 from bench.results import run_block
 from bench.side_by_side import in_order
+from bench.switches import DURATIONS, read_switches
+from disagmoe.systems.disagmoe_plus import SWITCHES
 
 MEAN_STEP_ERROR, MOST_STEP_ERROR = 0.04, 0.08
 """Of the simulated step, over all systems."""
@@ -63,6 +68,12 @@ class Check:
     own_load: float
     foreign_load: float | None
     control: bool = False
+    shows: str = ""
+    """Of a switch of `disagmoe_plus`: what its cut shows of it."""
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    """The full-size plan in words."""
+    cut: Mapping[str, Any] = field(default_factory=dict)
+    """The sizes of its cut."""
 
     @property
     def label(self) -> str:
@@ -72,6 +83,11 @@ class Check:
     def error(self, what: str) -> float:
         """(emulated - simulated) of a time, as a share of the simulated step."""
         return (self.emulated[what] - self.simulated[what]) / self.simulated["step_time_s"]
+
+    @property
+    def counts(self) -> bool:
+        """Whether agreement says anything: not where the Program is that without the switch."""
+        return self.shows != DURATIONS
 
     @property
     def good(self) -> bool:
@@ -94,11 +110,11 @@ def verdicts(checks: Sequence[Check]) -> list[Verdict]:
 
 
 def _verdicts(checks: Sequence[Check], processes: int) -> Iterator[Verdict]:
-    mine = [check for check in checks if check.processes == processes and not check.control]
-    controls = [check for check in checks if check.processes == processes and check.control]
+    there = [check for check in checks if check.processes == processes and check.counts]
+    mine = [check for check in there if not check.control]
     on = f"{processes} processes"
     if not mine:
-        yield Verdict(f"{on}: systems that ran", "none", False)
+        yield Verdict(f"{on}: what ran and counts", "nothing", False)
         return
     errors = [abs(check.error("step_time_s")) for check in mine]
     exposed = [abs(check.error("exposed_comm_s")) for check in mine]
@@ -108,17 +124,25 @@ def _verdicts(checks: Sequence[Check], processes: int) -> Iterator[Verdict]:
         ("largest error of exposed communication, of the step", max(exposed), MOST_EXPOSED_ERROR),
     ):
         yield Verdict(f"{on}: {what} at most {100 * most:g} %", f"{100 * found:.1f} %", found <= most)
-    swapped = swaps(mine)
-    yield Verdict(f"{on}: same ranking of the systems", ", ".join(swapped) or "same", not swapped)
-    for check in controls:
-        plain_run = next(c for c in mine if (c.system, c.variant, c.view) == (check.system, check.variant, check.view))
-        slower = check.emulated["step_time_s"] / plain_run.emulated["step_time_s"]
-        expected = check.simulated["step_time_s"] / plain_run.simulated["step_time_s"]
-        yield Verdict(
-            f"{on}: {check.label} is slower by what its simulation says, ± {100 * MOST_CONTROL_ERROR:g} %",
-            f"{slower:.2f}× emulated, {expected:.2f}× simulated, step {100 * check.error('step_time_s'):+.1f} %",
-            abs(check.error("step_time_s")) <= MOST_CONTROL_ERROR and slower > 1.0,
-        )
+    systems = [check for check in mine if not check.shows]
+    if systems:
+        swapped = swaps(systems)
+        yield Verdict(f"{on}: same ranking of the systems", ", ".join(swapped) or "same", not swapped)
+    yield from (_control(check, mine) for check in there if check.control)
+
+
+def _control(check: Check, others: Sequence[Check]) -> Verdict:
+    """Whether a cut without overlap is slower than the same cut with it by what the simulation says."""
+    key = (check.system, check.variant, check.view)
+    plain_run = next(c for c in others if (c.system, c.variant, c.view) == key)
+    slower = check.emulated["step_time_s"] / plain_run.emulated["step_time_s"]
+    expected = check.simulated["step_time_s"] / plain_run.simulated["step_time_s"]
+    return Verdict(
+        f"{check.processes} processes: {check.label} is slower by what its simulation says, "
+        f"± {100 * MOST_CONTROL_ERROR:g} %",
+        f"{slower:.2f}× emulated, {expected:.2f}× simulated, step {100 * check.error('step_time_s'):+.1f} %",
+        abs(check.error("step_time_s")) <= MOST_CONTROL_ERROR and slower > 1.0,
+    )
 
 
 def swaps(checks: Sequence[Check]) -> list[str]:
@@ -133,46 +157,43 @@ def swaps(checks: Sequence[Check]) -> list[str]:
     return found
 
 
-def run_checks(config: RunConfig, counts: Sequence[int], say: Any = print) -> tuple[list[Check], list[str]]:
-    """Every system on every number of processes, and in words what could not be run as it is."""
-    from bench.checked import checked, cuts  # torch is slow to load
+def run_checks(
+    config: RunConfig, counts: Sequence[int], switches: Sequence[str] = (), say: Any = print
+) -> tuple[list[Check], list[str]]:
+    """Every system, or every switch named, on every number of processes; in words what could not be run as it is."""
+    from bench.checked import checked, cuts, planned, planned_switch  # torch is slow to load
     from bench.emulated import memory_notes
 
     costs = cost_model(config)
-    asked = [(view, name) for view in config.views for name in config.systems]
-    say(f"planning {len(config.systems)} systems")
-    planned = [
-        pair
-        for pairs in in_order([partial(_planned, config, costs, name, view) for view, name in asked])
-        for pair in pairs
+    plan: Any = planned_switch if switches else planned
+    asked = [(view, name) for view in config.views for name in switches or config.systems]
+    say(f"planning {len(asked)} {'switches' if switches else 'systems'}")
+    found = [
+        one for group in in_order([partial(plan, config, costs, name, view) for view, name in asked]) for one in group
     ]
     checks: list[Check] = []
-    left_out = memory_notes([row for row, _ in planned])
+    left_out = memory_notes([one.row for one in found])
     for processes in counts:
-        made, reasons = cuts(config, costs, planned, processes)
+        made, reasons = cuts(config, costs, found, processes)
         left_out += [f"{processes} processes: {reason}" for reason in reasons]
-        control = next((name for name in CONTROLS if any(row["system"] == name for row, _ in made)), None)
-        for row, cut in made:
-            for forbidden in (False, True) if row["system"] == control else (False,):
-                check = checked(config, row, cut, processes, forbidden=forbidden)
+        control = next((name for name in CONTROLS if any(one.row["system"] == name for one in made)), None)
+        for one in made:
+            for forbidden in (False, True) if one.row["system"] == control else (False,):
+                check = checked(config, one, processes, forbidden=forbidden)
                 error = 100 * check.error("step_time_s")
                 say(f"{processes} processes: {check.label}: step {error:+.1f} % of the simulated one")
                 checks.append(check)
-            control = None if row["system"] == control else control
+            control = None if one.row["system"] == control else control
     return checks, left_out
 
 
-def _planned(config: RunConfig, costs: Any, name: str, view: str) -> list[Any]:
-    return list(run_system(config, costs, name, view))
-
-
-def conduct(config: RunConfig, command: Sequence[str]) -> tuple[Path, bool]:
+def conduct(config: RunConfig, command: Sequence[str], switches: Sequence[str] = ()) -> tuple[Path, bool]:
     """Run, judge, write and print; the directory, and whether every limit holds."""
     from bench.report.crosscheck import markdown, write_csv, write_parity
 
     identity = identify(config)
     counts = (config.processes,) if config.processes else EMULATED_PROCESSES
-    checks, left_out = run_checks(config, counts, lambda line: print(line, flush=True))
+    checks, left_out = run_checks(config, counts, switches, lambda line: print(line, flush=True))
     found = verdicts(checks)
     title = f"{config.model.title}, seq {config.workload.seq:,}, at the pace of {config.cluster.name}"
     text = markdown(title, checks, found, left_out, asdict(machine(gpus=False)))
@@ -184,7 +205,8 @@ def conduct(config: RunConfig, command: Sequence[str]) -> tuple[Path, bool]:
         "verdicts": found,
         "left_out": left_out,
     }
-    target = config.results_dir / f"crosscheck_{directory_name(config, identity.run_id)}"
+    what = ["crosscheck", *([] if not switches else ["switches"] if switches == SWITCHES else switches)]
+    target = config.results_dir / f"{'_'.join(what)}_{directory_name(config, identity.run_id)}"
 
     def build(directory: Path) -> None:
         (directory / "crosscheck.json").write_text(json.dumps(plain(record), indent=1, allow_nan=False) + "\n")
@@ -205,11 +227,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_all(given: list[str]) -> bool:
-    config = configuration(["backend=emulate", *given])
+    switches = [value for key, _, value in (argument.partition("=") for argument in given) if key == "switches"]
+    settings = [argument for argument in given if argument.partition("=")[0] != "switches"]
+    asked = read_switches(switches[-1]) if switches else ()
+    config = configuration(["backend=emulate", *settings])
     if config.backend != "emulate":
         raise ValueError(f"backend={config.backend}: a cross-check emulates; allowed: emulate")
     machine(gpus=False)
-    return conduct(config, ("python", "-m", "bench.crosscheck", *given))[1]
+    return conduct(config, ("python", "-m", "bench.crosscheck", *given), asked)[1]
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class CutPlan:
-    """`plan` on few ranks with the `pricing` (full-size seconds) of the layout `full`.
+    """`plan` on few ranks with the `pricing` (full-size seconds) of the layout `full`, made of `candidate`.
 
     `model` is the small model that runs. `stands_for` is the placement of the cut with
     the GPUs of the full-size workers, `sequences` the batch of one step at full size.
@@ -45,6 +45,7 @@ class CutPlan:
     plan: Plan
     pricing: Pricing
     full: Layout
+    candidate: Candidate
     model: ModelSpec
     stands_for: Placement
     sequences: int
@@ -72,17 +73,19 @@ class CutPlan:
         return float(self.pricing.duration_s[exchanged].min()) if exchanged.any() else None
 
 
-def cut_candidate(problem: Problem, full: Layout, candidate: Candidate, processes: int) -> Candidate:
+def cut_candidate(system: System, problem: Problem, full: Layout, candidate: Candidate, processes: int) -> Candidate:
     """The candidate behind a full-size plan, with the sizes of its cut. Raises NotApplicable."""
     size = "p" if full.placement.disaggregated else "pp"
     if size not in candidate:
         raise NotApplicable(f"no cut of this plan: its candidate names no {size} to make smaller")
-    return smaller(candidate, full, problem.ep, cut_layers(problem.model), processes)
+    usual = problem.ep if getattr(system, "free_groups", "off") == "on" else None
+    return smaller(candidate, full, usual, cut_layers(problem.model), processes)
 
 
 def lay_out(system: System, problem: Problem, full: Layout, candidate: Candidate, processes: int) -> Plan:
     """The plan of a cut by its own planner, `candidate` with the sizes of the cut. Raises NotApplicable."""
-    model, cluster = problem.model.with_layers(cut_layers(problem.model)), _cluster(problem.cluster, processes)
+    model = problem.model.with_layers(cut_layers(problem.model))
+    cluster = _cluster(problem.cluster, processes, candidate)
     data_ranks = int(candidate["m"]) if full.placement.disaggregated else 2 * (processes // 4)
     workload = replace(
         problem.workload,
@@ -98,13 +101,15 @@ def lay_out(system: System, problem: Problem, full: Layout, candidate: Candidate
 
 def make_cut(system: System, problem: Problem, full: Layout, candidate: Candidate, processes: int) -> CutPlan:
     """The cut of the plan that `system` made of `candidate`. NotApplicable where its planner cannot make one."""
-    plan = lay_out(system, problem, full, cut_candidate(problem, full, candidate, processes), processes)
+    sizes = cut_candidate(system, problem, full, candidate, processes)
+    plan = lay_out(system, problem, full, sizes, processes)
     placement = plan.layout.placement
     twins = _workers(placement, full.placement)
     return CutPlan(
         plan=plan,
         pricing=_price(plan, full, twins, problem.costs),
         full=full,
+        candidate=candidate,
         model=small_model(problem.model.with_layers(cut_layers(problem.model))),
         stands_for=replace(
             placement,
@@ -143,11 +148,15 @@ def small_model(model: ModelSpec) -> ModelSpec:
     return replace(tiny, name="tiny", layers=model.layers, **dense)  # type: ignore[arg-type]
 
 
-def _cluster(cluster: ClusterSpec, processes: int) -> ClusterSpec:
-    """Two nodes that hold the ranks, otherwise as the first node of `cluster`."""
-    node = cluster.groups[0]
-    half = processes // 2
-    return replace(cluster, groups=(NodeGroup(2, half, half, node.nic_gbit),))
+def _cluster(cluster: ClusterSpec, processes: int, candidate: Candidate) -> ClusterSpec:
+    """Two nodes that hold the ranks, otherwise as the first node of `cluster`.
+
+    They have room for as many F-groups as A-groups, since planners place both before they take some away.
+    """
+    node, half = cluster.groups[0], processes // 2
+    f_groups = int(candidate.get("p_f", 0)) or 1
+    room = half * max(1, int(candidate.get("p", 1)) // f_groups) if candidate.get("p_f") else half
+    return replace(cluster, groups=(NodeGroup(2, room, room, node.nic_gbit),))
 
 
 def _workers(cut: Placement, full: Placement) -> list[int]:

@@ -4,9 +4,9 @@ Decides what of a plan its cut keeps. A pipeline becomes one of two stages, the 
 ring one of a group of two ranks on either side for every four processes. Rings whose
 point lies in their sizes keep it: a head that several F-groups share and a map that
 deals layers to several A-groups have two groups on either side; unequal depths have
-twice as many groups on the side that has more; groups larger or smaller than the
-expert-parallel size asked for have more or fewer ranks than two; pools that share
-nodes share the two nodes of the cut. Each pool has half of the ranks.
+twice as many groups on the side that has more; where a planner's groups are free, larger
+or smaller ones than usual have more or fewer ranks than two; pools that share nodes
+share the two nodes of the cut. Each pool has half of the ranks.
 """
 
 from __future__ import annotations
@@ -57,8 +57,11 @@ def paper_sizes(processes: int) -> RingSizes:
     return RingSizes(groups, groups)
 
 
-def ring_sizes(full: Layout, ep: int | None, processes: int) -> RingSizes:
-    """The sizes of the cut of a ring; `ep` is the expert-parallel size asked for. Raises NotApplicable."""
+def ring_sizes(full: Layout, usual: int | None, processes: int) -> RingSizes:
+    """The sizes of the cut of a ring. Raises NotApplicable.
+
+    `usual` is the number of experts' GPUs that two ranks stand for where groups are free; None: of any.
+    """
     placement = full.placement
     pools = [worker.pool for worker in placement.workers]
     a_groups, f_groups = pools.count("A"), pools.count("F")
@@ -73,21 +76,21 @@ def ring_sizes(full: Layout, ep: int | None, processes: int) -> RingSizes:
         return RingSizes(2, 2, 1) if spread or mapped or nodes == 1 else RingSizes(1, 1, 2)
     if spread or mapped:
         return RingSizes(2, 2)
-    if full.options.get("form") == "ring" and ep is not None and full.ep != ep:
-        ranks = max(1, GROUP * full.ep // ep)
+    if usual is not None and full.ep != usual:
+        ranks = max(1, GROUP * full.ep // usual)
         if ranks > processes // 2:
             raise NotApplicable(
-                f"needs {2 * ranks} processes: groups of {full.ep} experts' GPUs have {ranks} ranks "
-                f"where the {ep} asked for have {GROUP}"
+                f"needs {2 * ranks} processes: groups of {full.ep} experts' GPUs are {ranks} ranks "
+                f"where {usual} are {GROUP}"
             )
         return RingSizes(processes // 2 // ranks, processes // 2 // ranks)
     return paper_sizes(processes)
 
 
-def smaller(candidate: Candidate, full: Layout, ep: int | None, layers: int, processes: int) -> Candidate:
+def smaller(candidate: Candidate, full: Layout, usual: int | None, layers: int, processes: int) -> Candidate:
     """The candidate behind `full` with the sizes of its cut, its other choices kept. Raises NotApplicable."""
     if full.placement.disaggregated:
-        return ring_sizes(full, ep, processes).applied(candidate, layers, processes)
+        return ring_sizes(full, usual, processes).applied(candidate, layers, processes)
     stages, stages_full = 2, int(candidate["pp"])
     sizes: dict[str, int] = {"pp": stages, "ep": processes // stages}
     if "virtual" in candidate:

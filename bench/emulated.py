@@ -86,29 +86,39 @@ def _emulated(
 
 def cut_of(config: RunConfig, costs: CostModel, row: Row, outcome: Outcome, processes: int) -> CutPlan | None:
     """The cut of the plan behind a row, None where it has no plan at all. Raises NotApplicable."""
-    form = _form(config, row)
+    form = form_of(config, row)
     problem = problem_of(config, costs, form, row["view"])
-    tuned = outcome.tuned
-    if row["status"] == "oom" and tuned is not None and tuned.needed_gib is not None:
-        tuned = _roomier(config, form, problem, tuned.needed_gib)
+    return cut_of_tuned(form, problem, outcome.tuned, processes, config.budget)
+
+
+def cut_of_tuned(form: Variant, problem: Problem, tuned: Tuned | None, processes: int, budget: int) -> CutPlan | None:
+    """The cut of what a search with this budget found, None where it found no plan. Raises NotApplicable."""
+    if tuned is not None and tuned.status == "oom" and tuned.needed_gib is not None:
+        tuned = _roomier(form, problem, tuned.needed_gib, budget)
     if tuned is None or tuned.plan is None or tuned.candidate is None:
         return None
     return make_cut(form.system, problem, tuned.plan.layout, tuned.candidate, processes)
 
 
-def _roomier(config: RunConfig, form: Variant, problem: Problem, needed_gib: float) -> Tuned | None:
+def _roomier(form: Variant, problem: Problem, needed_gib: float, budget: int) -> Tuned | None:
     """The fastest plan where GPUs have just enough memory for any: what is cut where nothing fits at full size."""
-    for more in range(MOST_MORE):
-        memory = needed_gib * (1.0 + MORE_MEMORY * (1 + more)) + problem.cluster.reserve_gib
-        roomier = replace(problem, cluster=replace(problem.cluster, memory_gib=memory))
-        simulated = Simulated(roomier)
-        tuned = plan_cache.tuned(form.system, roomier, simulated.step, peak=simulated.peak, budget=config.budget)
+    for _ in range(MOST_MORE):
+        limit_gib = needed_gib * (1.0 + MORE_MEMORY)
+        memory_gib = limit_gib + problem.cluster.reserve_gib
+        tuned = searched(form, replace(problem, cluster=replace(problem.cluster, memory_gib=memory_gib)), budget)
         if tuned.plan is not None:
             return tuned
+        needed_gib = max(limit_gib, tuned.needed_gib or 0.0)
     return None
 
 
-def _form(config: RunConfig, row: Row) -> Variant:
+def searched(form: Variant, problem: Problem, budget: int) -> Tuned:
+    """What a search with this budget finds, simulated step by step."""
+    simulated = Simulated(problem)
+    return plan_cache.tuned(form.system, problem, simulated.step, peak=simulated.peak, budget=budget)
+
+
+def form_of(config: RunConfig, row: Row) -> Variant:
     """The planner behind a row."""
     system = get_system(row["system"], **config.system_options.get(row["system"], {}))
     return next(form for form in variants_of(system, row["view"]) if form.label == row["variant"])

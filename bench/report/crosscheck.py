@@ -11,9 +11,27 @@ from typing import Any
 from matplotlib.lines import Line2D
 
 from bench.crosscheck import Check, Verdict
-from bench.report.grid import Grid, markdown_lines
-from bench.report.style import GRID, MUTED, axes_at, canvas, drawing, footer, headline, save, system_colours
+from bench.report.columns import DASH, plan_text
+from bench.report.grid import Grid, escaped, markdown_lines
+from bench.report.style import (
+    GRID,
+    MUTED,
+    SPARE_COLOURS,
+    SYSTEM_COLOURS,
+    axes_at,
+    canvas,
+    drawing,
+    footer,
+    headline,
+    save,
+    system_colours,
+)
 
+SWITCHES_NOTE = (
+    "Switches of disagmoe_plus, each on with all others off, in the fastest promising full-size plan of its form, "
+    "not in the plan a search would choose. *differs in* says what tells the cut from the same cut without the switch; "
+    "where that is durations only, the Program is the same and the row counts for no limit."
+)
 BANDS = (0.10, 0.05)
 TIMES = ("step_time_s", "compute_s", "exposed_comm_s", "bubble_s")
 SHAPES = {4: "o", 8: "s"}
@@ -34,6 +52,7 @@ def markdown(
         "(emulated − simulated) ÷ the simulated step.",
         "",
         f"Machine: {machine['cores']} cores of {machine['device']}, torch {machine['torch']}.",
+        *(["", SWITCHES_NOTE] if any(check.shows for check in checks) else []),
     ]
     for processes in sorted({check.processes for check in checks}):
         mine = [check for check in checks if check.processes == processes]
@@ -41,7 +60,8 @@ def markdown(
     lines += ["", "## Limits", ""]
     lines += [f"- {'holds' if v.holds else '**fails**'}: {v.limit}: {v.found}" for v in verdicts]
     if left_out:
-        lines += ["", "## Not run, or not as it is", "", *(f"- {reason}" for reason in left_out)]
+        lines += ["", "## Not run, or not as it is", "", *(f"- {escaped(reason)}" for reason in left_out)]
+    lines += markdown_lines(_plans(checks)) if checks else []
     return "\n".join(lines) + "\n"
 
 
@@ -50,7 +70,22 @@ def _grid(title: str, checks: Sequence[Check]) -> Grid:
         *("system", "simulated step [s]", "emulated step [s]", "step", "exposed", "bubble"),
         *("spread", "tries", "wall s per s", "started late", "own cores", "others' cores"),
     )
+    if any(check.shows for check in checks):
+        cells = tuple((*_cells(check), check.shows) for check in checks)
+        return Grid(title, (*headings, "differs in"), cells, frozenset({0, len(headings)}))
     return Grid(title, headings, tuple(_cells(check) for check in checks))
+
+
+def _plans(checks: Sequence[Check]) -> Grid:
+    """What was cut, and what the cuts are on each number of processes."""
+    counts = sorted({check.processes for check in checks})
+    cells = []
+    for name in dict.fromkeys((check.view, check.label) for check in checks if not check.control):
+        mine = {check.processes: check for check in checks if (check.view, check.label) == name}
+        sizes = [plan_text({"plan": mine[n].cut}) if n in mine else DASH for n in counts]
+        cells.append((name[1], *sizes, plan_text({"plan": next(iter(mine.values())).plan})))
+    headings = ("system", *(f"cut, {n} processes" for n in counts), "full-size plan")
+    return Grid("What was cut", headings, tuple(cells), frozenset(range(len(headings))))
 
 
 def _cells(check: Check) -> tuple[str, ...]:
@@ -76,6 +111,7 @@ def write_csv(path: Path, checks: Sequence[Check]) -> None:
         values = asdict(check)
         for side in ("simulated", "emulated"):
             values |= {f"{side}_{key}": value for key, value in values.pop(side).items()}
+        values |= {key: plan_text({"plan": values[key]}) for key in ("plan", "cut")}
         rows.append({**values, **{f"error_{what}": check.error(what) for what in TIMES}})
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else ["system"], lineterminator="\n")
@@ -102,14 +138,14 @@ def parity_figure(title: str, checks: Sequence[Check]) -> Any:
         axes.fill_between([low, high], [low * (1 - band), high * (1 - band)], [low * (1 + band), high * (1 + band)],
                           color=shade, linewidth=0, zorder=1)  # fmt: skip
     axes.plot([low, high], [low, high], color=MUTED, linewidth=0.9, zorder=2)
-    colours = system_colours(check.system for check in checks)
+    colours = _colours(checks)
     for check in checks:
         axes.plot(
             *(1e6 * check.simulated_per_token_s, 1e6 * check.emulated_per_token_s),
             SHAPES.get(check.processes, "D"),
             markersize=7,
-            markeredgecolor=colours[check.system],
-            markerfacecolor="white" if check.control else colours[check.system],
+            markeredgecolor=colours[_named(check)],
+            markerfacecolor="white" if check.control else colours[_named(check)],
             alpha=0.9,
             zorder=3,
         )
@@ -130,8 +166,20 @@ def parity_figure(title: str, checks: Sequence[Check]) -> Any:
     return figure
 
 
+def _named(check: Check) -> str:
+    """What has a colour of its own: a system, or a switch."""
+    return check.variant if check.shows else check.system
+
+
+def _colours(checks: Sequence[Check]) -> dict[str, str]:
+    names = list(dict.fromkeys(map(_named, checks)))
+    if not any(check.shows for check in checks):
+        return system_colours(names)
+    return dict(zip(names, (*SPARE_COLOURS, *reversed(SYSTEM_COLOURS.values())), strict=False))
+
+
 def _handles(checks: Sequence[Check]) -> list[Line2D]:
-    colours = system_colours(check.system for check in checks)
+    colours = _colours(checks)
     systems = [Line2D([], [], linestyle="", marker="o", color=c, label=name) for name, c in colours.items()]
     counts = sorted({check.processes for check in checks})
     shapes = [
