@@ -96,19 +96,67 @@ def link_groups(
 def sort_edges(src: Longs, dst: Longs, n_nodes: int) -> tuple[Ints, Ints, Ints]:
     """Edges without repetition as (succ_ptr, succ, indegree), by source, then destination."""
     order = stable_order(dst, n_nodes)
-    by_source = stable_order(src[order], n_nodes)
-    succ_ptr, indegree = np.zeros(n_nodes + 1, np.int32), np.zeros(n_nodes, np.int32)
-    succ, n = np.empty(src.shape[0], np.int32), 0
-    before = np.int64(-1)
-    for k in range(src.shape[0]):
-        edge = order[by_source[k]]
-        if k > 0 and src[edge] == src[before] and dst[edge] == dst[before]:
-            continue
-        succ[n] = dst[edge]
-        n += 1
-        succ_ptr[src[edge] + 1] += 1
-        indegree[dst[edge]] += 1
-        before = edge
+    begins, indegree = np.zeros(n_nodes + 1, np.int32), np.zeros(n_nodes, np.int32)
+    for edge in range(src.shape[0]):
+        begins[src[edge] + 1] += 1
     for node in range(n_nodes):
-        succ_ptr[node + 1] += succ_ptr[node]
-    return succ_ptr, succ[:n], indegree
+        begins[node + 1] += begins[node]
+    succ, at = np.empty(src.shape[0], np.int32), begins[:-1].copy()
+    for k in range(src.shape[0]):
+        edge = order[k]
+        node, place = src[edge], at[src[edge]]
+        if place > begins[node] and succ[place - 1] == dst[edge]:
+            continue
+        succ[place] = dst[edge]
+        at[node] += 1
+        indegree[dst[edge]] += 1
+    succ_ptr = np.zeros(n_nodes + 1, np.int32)
+    for node in range(n_nodes):
+        n = succ_ptr[node]
+        for k in range(begins[node], at[node]):
+            succ[n] = succ[k]
+            n += 1
+        succ_ptr[node + 1] = n
+    return succ_ptr, succ[: succ_ptr[n_nodes]], indegree
+
+
+@_jit
+def _place(key: int, keys: Longs, slots: Ints) -> int:
+    """The slot of a key in an open-addressed table: where it is (slots >= 0), or where it would go."""
+    mask = slots.shape[0] - 1
+    at = ((key * np.int64(-7046029254386353131)) >> np.int64(33)) & mask
+    while slots[at] >= 0 and keys[slots[at]] != key:
+        at = (at + 1) & mask
+    return int(at)
+
+
+@_jit
+def distinct_rows(columns: Ints) -> tuple[Ints, Ints]:
+    """Number equal columns of [columns, rows] by first appearance: (number of each row, first row of each number).
+
+    The product of the columns' ranges must be below 2^62.
+    """
+    n_columns, n_rows = columns.shape
+    key = np.zeros(n_rows, np.int64)
+    for c in range(n_columns):
+        low, high = columns[c].min(), columns[c].max()
+        for i in range(n_rows):
+            key[i] = key[i] * (high - low + 1) + (columns[c, i] - low)
+    number, first, keys = np.empty(n_rows, np.int32), np.empty(n_rows, np.int32), np.empty(n_rows, np.int64)
+    slots, n = np.full(1024, -1, np.int32), 0
+    for i in range(n_rows):
+        if i > 0 and key[i] == key[i - 1]:
+            number[i] = number[i - 1]
+            continue
+        at = _place(key[i], keys, slots)
+        if slots[at] < 0:
+            slots[at], keys[n], first[n] = n, key[i], i
+            n += 1
+            number[i] = n - 1
+            if 2 * n > slots.shape[0]:
+                slots = np.full(2 * slots.shape[0], -1, np.int32)
+                for k in range(n):
+                    slots[_place(keys[k], keys, slots)] = k
+        else:
+            number[i] = slots[at]
+    return number, first[:n].copy()

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 Longs = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 Function = TypeVar("Function", bound=Callable[..., object])
 
 HELD, REPEATED, PENDING, COUNTERS = 0, 1, 2, 3
@@ -109,6 +110,30 @@ def _take(row: int, slot: int, head: Longs, following: Longs, previous: Longs) -
 
 
 @_jit
+def _senders(row_slot: Longs, first_row: Longs, second_row: Longs, n_slots: int) -> tuple[Longs, Longs]:
+    """(ptr, slots): the slots with transfers that come in on slot s are slots[ptr[s]:ptr[s + 1]]."""
+    found = np.zeros((n_slots, n_slots), np.bool_)
+    for node in range(first_row.shape[0]):
+        if second_row[node] >= 0:
+            found[row_slot[second_row[node]], row_slot[first_row[node]]] = True
+    ptr, slots, n = np.zeros(n_slots + 1, np.int64), np.empty(n_slots * n_slots, np.int64), 0
+    for into in range(n_slots):
+        for out in range(n_slots):
+            if found[into, out]:
+                slots[n] = out
+                n += 1
+        ptr[into + 1] = n
+    return ptr, slots
+
+
+@_jit
+def _mark(changed: Bools, slots: Longs, first: int, last: int) -> None:
+    """Have slots[first:last] asked again."""
+    for k in range(first, last):
+        changed[slots[k]] = True
+
+
+@_jit
 def record_window(
     slot_ptr: Longs,
     slot_worker: Longs,
@@ -140,12 +165,19 @@ def record_window(
     head, running, until = slot_ptr[:-1].copy(), np.full(n_slots, -1, np.int64), np.full(n_slots, np.inf)
     for slot in range(n_slots):
         previous[slot_ptr[slot]], following[slot_ptr[slot + 1] - 1] = -1, -1
+    ptr, senders = _senders(row_slot, first_row, second_row, n_slots)
+    slots = np.arange(n_slots)
+    begins = np.searchsorted(slot_worker, np.arange(limits.shape[0] + 1))  # slots of worker w: begins[w]:begins[w + 1]
+    changed = np.ones(n_slots, np.bool_)  # slots whose next start may be another than when they were last asked
     counts, started, ended, t = np.zeros(limits.shape, np.int64), 0, 0, 0.0
     while True:
         moved = True
         while moved:
             moved = False
             for slot in range(n_slots):
+                if not changed[slot]:
+                    continue
+                changed[slot] = False
                 if running[slot] >= 0 or head[slot] < 0:
                     continue
                 worker = slot_worker[slot]
@@ -156,22 +188,34 @@ def record_window(
                 if row < 0:
                     continue
                 node, moved = row_node[row], True
-                counts[worker] += takes[node]
+                for c in range(COUNTERS):
+                    counts[worker, c] += takes[node, c]
                 while row >= 0:
                     at = row_slot[row]
                     _take(row, at, head, following, previous)
                     running[at], until[at], sequence[row] = node, t + duration[node], started
+                    _mark(changed, senders, ptr[at], ptr[at + 1])  # the window of a stream that receives has moved on
                     row = second_row[node] if row == first_row[node] else -1
+                _mark(changed, slots, begins[worker], begins[worker + 1])
                 started += 1
-        t = until.min()
+        t = np.inf
+        for slot in range(n_slots):
+            t = min(t, until[slot])
         if t == np.inf:
             return sequence, ended
         for slot in range(n_slots):
             if until[slot] > t:
                 continue
             node, running[slot], until[slot] = running[slot], -1, np.inf
+            changed[slot] = True
+            _mark(changed, senders, ptr[slot], ptr[slot + 1])
             if row_slot[first_row[node]] == slot:
                 ended += 1
-                counts[slot_worker[slot]] -= gives[node]
+                worker = slot_worker[slot]
+                for c in range(COUNTERS):
+                    counts[worker, c] -= gives[node, c]
+                _mark(changed, slots, begins[worker], begins[worker + 1])
                 for edge in range(succ_ptr[node], succ_ptr[node + 1]):
                     waiting[succ[edge]] -= 1
+                    if waiting[succ[edge]] == 0:
+                        changed[row_slot[first_row[succ[edge]]]] = True

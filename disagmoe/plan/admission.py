@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagmoe.ops import Kind, Phase
-from disagmoe.plan.program import Program
+from disagmoe.plan.program import Program, among
 
 LongArray = NDArray[np.int64]
 
@@ -34,8 +34,8 @@ def admission_rows(program: Program) -> tuple[NDArray[np.intp], NDArray[np.intp]
     """
     if not program.in_flight:
         return np.empty(0, dtype=np.intp), np.empty(0, dtype=np.intp)
-    forward = np.flatnonzero(np.isin(program.kind, _KINDS) & (program.phase == int(Phase.F)))
-    backward = np.flatnonzero(np.isin(program.kind, _KINDS) & np.isin(program.phase, _BACKWARD))
+    forward = np.flatnonzero(among(program.kind, _KINDS) & (program.phase == int(Phase.F)))
+    backward = np.flatnonzero(among(program.kind, _KINDS) & among(program.phase, _BACKWARD))
     starts, start_worker, start_rank = _actions(program, forward)
     ends, end_worker, end_rank = _actions(program, backward[::-1])
     limit = np.asarray(program.in_flight, dtype=np.int64)

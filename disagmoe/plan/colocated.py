@@ -16,13 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-import numpy as np
-
 from disagmoe.ops import Kind, Phase, Stream
 from disagmoe.plan.dependencies import is_wait
 from disagmoe.plan.expand import Cell, TailRow, Template, TemplateKey, expand, step_tail
 from disagmoe.plan.orders import interleaved
-from disagmoe.plan.program import COLUMNS, Program
+from disagmoe.plan.program import Program
 
 Block = Callable[[int, Phase], list[Cell]]
 """Rows of the exchange and the experts of one MoE layer, in phase F or B."""
@@ -179,7 +177,7 @@ def _chunked(layer: int, phase: Phase, order: range) -> list[Cell]:
 
 def without_waits(program: Program) -> Program:
     """The same rows without those at which compute waits for an exchange: only data holds it back then."""
-    table = np.stack([getattr(program, name) for name in COLUMNS], axis=1)
+    table = program.table()
     return Program.from_table(
         table[~is_wait(program)],
         n_workers=program.n_workers,

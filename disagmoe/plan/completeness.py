@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from disagmoe.ops import COMPUTE_KINDS, KIND_LETTER, RECV_STREAMS, Kind, Op, Phase
 from disagmoe.plan.dependencies import PlanError, is_wait, stream_mask
 from disagmoe.plan.edges import BoolArray, LongArray, pack_key
-from disagmoe.plan.program import Program
+from disagmoe.plan.program import Program, among
 from disagmoe.plan.text import op_token, row_token
 
 _STEP_KINDS = (Kind.GRAD_SYNC, Kind.OPTIM)
@@ -47,7 +47,7 @@ class _Coverage:
 def check_complete(program: Program) -> None:
     """Every layer, micro-batch and chunk: forward once, backward once; R at most once."""
     rows = _work_rows(program)
-    if not np.isin(program.phase[rows], (Phase.B, Phase.I, Phase.W)).any():
+    if not among(program.phase[rows], (Phase.B, Phase.I, Phase.W)).any():
         raise PlanError("forward-only Program: it has no backward operation (B, or I and W)")
     _check_slots(program)
     cover = _coverage(program, rows)
@@ -63,14 +63,14 @@ def check_complete(program: Program) -> None:
 def _work_rows(program: Program) -> NDArray[np.intp]:
     """Rows of micro-batches, a transfer counted at its sender and no row where one waits."""
     is_recv = stream_mask(program, frozenset(RECV_STREAMS))
-    return np.flatnonzero(~is_recv & ~is_wait(program) & ~np.isin(program.kind, _STEP_KINDS))
+    return np.flatnonzero(~is_recv & ~is_wait(program) & ~among(program.kind, _STEP_KINDS))
 
 
 def _check_slots(program: Program) -> None:
     """Each layer has its compute: ATTN and FFN, or STAGE in a stage-level Program."""
     staged = program.kind == int(Kind.STAGE)
     if staged.any():
-        if (~staged & ~np.isin(program.kind, _STEP_KINDS)).any():
+        if (~staged & ~among(program.kind, _STEP_KINDS)).any():
             raise PlanError("a Program is made of whole stages or of layers' operations, not of both")
         needed: tuple[Kind, ...] = (Kind.STAGE,)
     else:
@@ -99,7 +99,7 @@ def _coverage(program: Program, rows: NDArray[np.intp]) -> _Coverage:
     times = np.bincount(cell[~whole] * shape[3] + chunk[~whole], minlength=cells * shape[3]).reshape(shape)
     if whole.any():
         times = times + np.bincount(cell[whole], minlength=cells).reshape(shape[:3])[..., None]
-    forward = np.isin(phase, (Phase.F, Phase.R))
+    forward = among(phase, (Phase.F, Phase.R))
     counts = _chunks(slots // layers, slots % layers - 1, slot, forward, chunk, program.n_chunks)
     exists = np.arange(program.n_chunks) < counts[:, :, None]  # [direction, slot, chunk]
     # Each chunk of a P2P leads to another worker, and there need be none to the worker that has the data.
@@ -118,7 +118,7 @@ def _chunks(
     """
     own = np.ones((2, kind.shape[0]), dtype=np.int64)
     np.maximum.at(own, (forward.astype(np.int64), slot), chunk + 1)
-    compute = np.isin(kind, [int(k) for k in sorted(COMPUTE_KINDS)])
+    compute = among(kind, COMPUTE_KINDS)
     own[:, compute] = own[:, compute].max(axis=0)
     partner = np.zeros_like(own)
     for one, other in ((Kind.DISPATCH, Kind.COMBINE), (Kind.COMBINE, Kind.DISPATCH)):
@@ -150,7 +150,7 @@ def check_recompute(program: Program, policy: Collection[Kind] | None) -> None:
     if policy is None:
         return
     cover = _coverage(program, _work_rows(program))
-    wanted = np.isin(cover.kind, [int(k) for k in policy])[:, None, None]
+    wanted = among(cover.kind, policy)[:, None, None]
     _demand(cover, Phase.R, cover.times[Phase.R], np.broadcast_to(wanted, cover.times[Phase.R].shape).astype(np.int64))
 
 
@@ -163,11 +163,11 @@ def check_homes(program: Program) -> None:
         first, second = (row_token(program, int(rows[i])) for i in at)
         raise PlanError(f"two replicas: {first} and {second} are the same layer and micro-batch")
     # Communication returns the other way in backward, so its two directions are two homes.
-    compute = np.isin(program.kind[rows], [int(k) for k in sorted(COMPUTE_KINDS)])
+    compute = among(program.kind[rows], COMPUTE_KINDS)
     back = ~compute & (program.phase[rows] == int(Phase.B))
     place = pack_key(program.worker[rows], program.peer[rows])
     # Chunks of a spread head, and of the P2P that leads to it, are on workers of their own.
-    part = np.where(np.isin(program.kind[rows], (Kind.HEAD, Kind.P2P)), program.chunk[rows], 0)
+    part = np.where(among(program.kind[rows], (Kind.HEAD, Kind.P2P)), program.chunk[rows], 0)
     at = _disagreement(pack_key(program.kind[rows], layer, replica, back.astype(np.int32), part), place)
     if at is not None:
         first, second = (row_token(program, int(rows[i])) for i in at)
@@ -192,8 +192,8 @@ def check_step_end(program: Program) -> None:
     phase, else for the embedding and the head.
     """
     kind, phase = program.kind, program.phase
-    gradient = np.isin(kind, [int(k) for k in sorted(COMPUTE_KINDS - {Kind.OPTIM})])
-    gradient &= np.isin(phase, (Phase.B, Phase.W))
+    gradient = among(kind, COMPUTE_KINDS - {Kind.OPTIM})
+    gradient &= among(phase, (Phase.B, Phase.W))
     shape = (program.n_workers, program.n_layers + 1)  # column 0 is layer -1
     has = _mark(program, np.flatnonzero(gradient), shape)
     for direction, verb in ((Phase.B, "reduced"), (Phase.F, "gathered")):

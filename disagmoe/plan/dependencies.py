@@ -46,7 +46,7 @@ from disagmoe.ops import COMPUTE_KINDS, COMPUTE_STREAMS, RECV_STREAMS, SEND_STRE
 from disagmoe.plan.admission import admission_rows
 from disagmoe.plan.edges import BoolArray, Edges, LongArray, compress_edges, join, link, pack_key, sort_order
 from disagmoe.plan.halves import Halves, expert_halves, halves_edges
-from disagmoe.plan.program import IntArray, Program
+from disagmoe.plan.program import IntArray, Program, among
 from disagmoe.plan.spread_head import spread_head_edges
 from disagmoe.plan.text import row_token
 
@@ -103,7 +103,7 @@ class _Ops:
         """Nodes of these kinds (a kind, or a flag per kind) in one of these phases."""
         mask = self.kind == int(kinds) if isinstance(kinds, Kind) else kinds[self.kind]
         if phases:
-            mask = mask & np.isin(self.phase, [int(p) for p in phases])
+            mask = mask & among(self.phase, phases)
         return np.flatnonzero(mask)
 
 
@@ -150,12 +150,12 @@ def data_edges(graph: Graph) -> Edges:
 
 def stream_mask(program: Program, streams: frozenset[int]) -> BoolArray:
     """Rows on one of these streams."""
-    return np.isin(program.stream, sorted(int(s) for s in streams))
+    return among(program.stream, streams)
 
 
 def is_wait(program: Program) -> BoolArray:
     """Rows at which compute waits for a pipeline transfer or an exchange."""
-    mask: BoolArray = np.isin(program.kind, _AWAITED) & stream_mask(program, frozenset(COMPUTE_STREAMS))
+    mask: BoolArray = among(program.kind, _AWAITED) & stream_mask(program, frozenset(COMPUTE_STREAMS))
     return mask
 
 
@@ -213,10 +213,19 @@ def _stage_units(program: Program, node: IntArray, n_nodes: int) -> LongArray:
 
 def _wait_edges(program: Program, waits: NDArray[np.intp], node: IntArray, second_row: IntArray) -> list[Edges]:
     """Transfers after the compute before their batch, and waits after their transfers, on both ends."""
-    columns = ("kind", "phase", "layer", "microbatch", "chunk", "replica", "worker")
-    key = pack_key(*(getattr(program, name) for name in columns))
-    ends = np.flatnonzero(np.isin(program.kind, _AWAITED) & ~is_wait(program))
-    lost = ~np.isin(key[waits], key[ends])
+    of, sample = program.sorts
+    awaiting = is_wait(sample)
+    columns = ("kind", "phase", "layer", "chunk", "replica", "worker")
+    operation = pack_key(*(getattr(sample, name) for name in columns))
+    awaited = np.unique(operation[awaiting])
+    # By sort: which of the awaited operations its rows are a part of, -1 for none.
+    found = np.minimum(np.searchsorted(awaited, operation), awaited.shape[0] - 1)
+    number = np.where((awaited[found] == operation) & among(sample.kind, _AWAITED), found, -1)
+    key = number.astype(np.int64)[of] * (program.n_microbatches + 1) + program.microbatch + 1
+    ends = np.flatnonzero((number >= 0)[of] & ~awaiting[of])
+    there = np.zeros(awaited.shape[0] * (program.n_microbatches + 1), dtype=np.bool_)
+    there[key[ends]] = True
+    lost = ~there[key[waits]]
     if lost.any():
         row = int(waits[lost.argmax()])
         raise PlanError(

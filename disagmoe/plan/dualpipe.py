@@ -20,17 +20,19 @@ backward outside a pair therefore runs whole (`enable_zb` off, in the open code'
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-import numpy as np
-
 from disagmoe.ops import Kind, Phase, Stream
+from disagmoe.plan.expand import packed
 from disagmoe.plan.pairs import PairedLayers
 from disagmoe.plan.program import COLUMNS, Program
 from disagmoe.plan.units import ExtraRows, Stages, UnitOrder, unit_order, unit_program
 
 _LANES = {True: (Stream.SEND, Stream.RECV), False: (Stream.SEND_B, Stream.RECV_B)}
+_ORDERS_KEPT = 8
+"""Recorded orders that are remembered: a search asks for the same with other layers, recompute and chunks."""
 OWN, OTHER = 0, 1
 """Ends of the pipeline, seen from a rank."""
 
@@ -172,7 +174,8 @@ def _finish(rank: _Rank, half: int, q: int) -> None:
     rank.commit()
 
 
-def _dualpipe(ranks: int, microbatches: int, *, defers: bool = True) -> list[_Rank]:
+@lru_cache(maxsize=_ORDERS_KEPT)
+def _dualpipe(ranks: int, microbatches: int, *, defers: bool = True) -> tuple[_Rank, ...]:
     if ranks < 2 or ranks % 2:
         raise ValueError(f"DualPipe needs an even number of pipeline ranks, at least 2; got {ranks}")
     if microbatches % 2:
@@ -189,10 +192,11 @@ def _dualpipe(ranks: int, microbatches: int, *, defers: bool = True) -> list[_Ra
         _steady(rank, ranks // 2, q, microbatches // 2 - ranks + q + 1)
         _finish(rank, ranks // 2, q)
         recorded.append(rank)
-    return recorded
+    return tuple(recorded)
 
 
-def _dualpipev(ranks: int, microbatches: int, *, defers: bool = True) -> list[_Rank]:
+@lru_cache(maxsize=_ORDERS_KEPT)
+def _dualpipev(ranks: int, microbatches: int, *, defers: bool = True) -> tuple[_Rank, ...]:
     if ranks < 1:
         raise ValueError(f"DualPipeV needs at least 1 pipeline rank; got {ranks}")
     if microbatches < 2 * ranks:
@@ -207,7 +211,7 @@ def _dualpipev(ranks: int, microbatches: int, *, defers: bool = True) -> list[_R
         _steady(rank, ranks, r, microbatches - 2 * ranks + r + 1)
         _finish(rank, ranks, r)
         recorded.append(rank)
-    return recorded
+    return tuple(recorded)
 
 
 def dualpipe_orders(ranks: int, microbatches: int) -> tuple[UnitOrder, ...]:
@@ -325,5 +329,5 @@ def _transfers(recorded: Sequence[_Rank], layers: PairedLayers, exposed: bool) -
             if exposed:
                 rows.append((first + before, worker, Stream.COMPUTE, *op, -1, -1))
         first += len(rank.units)
-    table = np.array(rows, dtype=np.int32).reshape(-1, 1 + len(COLUMNS))
+    table = packed(rows, 1 + len(COLUMNS))
     return ExtraRows(table[:, 0], table[:, 1:])

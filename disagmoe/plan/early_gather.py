@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from disagmoe.ops import COMPUTE_KINDS, Kind, Phase, Stream
-from disagmoe.plan.program import COLUMNS, Program
+from disagmoe.plan.program import COLUMNS, Program, among
 
 _USES = tuple(int(kind) for kind in sorted(COMPUTE_KINDS - {Kind.OPTIM}))
 
@@ -29,8 +29,8 @@ def gather_early(program: Program) -> Program:
     at_end = (program.kind == int(Kind.GRAD_SYNC)) & (program.phase == int(Phase.F))
     if program.early_gather or not at_end.any():
         return program
-    table = np.stack([getattr(program, name) for name in COLUMNS], axis=1)
-    used = np.isin(program.kind, _USES) & (program.phase == int(Phase.F))
+    table = program.table()
+    used = among(program.kind, _USES) & (program.phase == int(Phase.F))
     places = np.unique(np.stack([program.worker[used], program.layer[used]], axis=1), axis=0)
     places = places[np.isin(places[:, 0], program.worker[at_end])]
     same = {"stream": Stream.SYNC, "kind": Kind.GRAD_SYNC, "phase": Phase.F, "chunk": 0, "replica": 0}

@@ -23,7 +23,7 @@ from disagmoe.ops import Kind, Phase, Stream
 from disagmoe.plan.dependencies import Graph, build_graph, is_wait
 from disagmoe.plan.memory_timeline import in_flight
 from disagmoe.plan.pricing import Pricing
-from disagmoe.plan.program import COLUMNS, Program
+from disagmoe.plan.program import COLUMNS, Program, among
 from disagmoe.window_kernels import COUNTERS, HELD, PENDING, REPEATED, record_window
 
 LongArray = NDArray[np.int64]
@@ -97,7 +97,7 @@ def _counted(program: Program, graph: Graph) -> tuple[LongArray, LongArray]:
     row = graph.first_row
     kind, phase, worker = program.kind[row], program.phase[row], program.worker[row]
     takes, gives = (np.zeros((graph.n_nodes, COUNTERS), dtype=np.int64) for _ in range(2))
-    counted, back = _counted_kind(program, None)[worker] == kind, np.isin(phase, _BACKWARD)
+    counted, back = _counted_kind(program, None)[worker] == kind, among(phase, _BACKWARD)
     takes[:, HELD] = counted & (phase == int(Phase.F))
     gives[:, HELD] = counted & back
     again = _counted_kind(program, Phase.R)[worker] == kind
@@ -122,7 +122,7 @@ def _limits(program: Program, window: Window) -> LongArray:
     limits = np.full((program.n_workers, COUNTERS), window.pending, dtype=np.int64)
     limits[:, HELD] = np.maximum(1, np.array(in_flight(program)) + window.spare)
     kind = _counted_kind(program, Phase.R)[program.worker]
-    change = np.where(program.phase == int(Phase.R), 1, np.where(np.isin(program.phase, _BACKWARD), -1, 0))
+    change = np.where(program.phase == int(Phase.R), 1, np.where(among(program.phase, _BACKWARD), -1, 0))
     rows = np.flatnonzero((program.kind == kind) & (change != 0))
     for worker in range(program.n_workers):
         mine = change[rows[program.worker[rows] == worker]]

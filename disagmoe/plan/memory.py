@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from disagmoe.cost.memory import BF16, Shard
 from disagmoe.ops import RECV_STREAMS, SEND_STREAMS, Stream
 from disagmoe.plan.plan import Layout, Placement
-from disagmoe.plan.program import Program
+from disagmoe.plan.program import Program, among
 from disagmoe.specs import ModelSpec
 from disagmoe.specs.params import (
     attention_params,
@@ -284,11 +284,12 @@ def communicators_gib(layout: Layout, program: Program, owned: tuple[Holding, ..
     expert-parallel group, one each for the gradients of dense and of expert
     parameters that somebody else holds too, one each for tp and cp.
     """
-    moves = np.flatnonzero(np.isin(program.stream, sorted(int(s) for s in SEND_STREAMS | RECV_STREAMS)))
+    sample = program.sorts.sample
+    moves = np.flatnonzero(among(sample.stream, SEND_STREAMS | RECV_STREAMS))
     lanes = np.zeros((program.n_workers, len(Stream), program.n_workers), dtype=np.bool_)
-    lanes[program.worker[moves], program.stream[moves], program.peer[moves]] = True
+    lanes[sample.worker[moves], sample.stream[moves], sample.peer[moves]] = True
     collective = np.zeros(program.n_workers, dtype=np.bool_)
-    collective[program.worker[np.isin(program.stream, (int(Stream.COLL), int(Stream.NVLINK)))]] = True
+    collective[sample.worker[among(sample.stream, (Stream.COLL, Stream.NVLINK))]] = True
     shard = shard_of(layout)
     of_lane = GROUP_COMMUNICATOR_GIB if layout.placement.disaggregated else PAIR_COMMUNICATOR_GIB
     out = []

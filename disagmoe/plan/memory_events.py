@@ -20,9 +20,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from disagmoe.ops import RECV_STREAMS, SEND_STREAMS, Kind, Phase, Stream
+from disagmoe.ops import COMPUTE_STREAMS, RECV_STREAMS, SEND_STREAMS, Kind, Phase, Stream
 from disagmoe.plan.memory_tables import COMM, EXCHANGE, INSIDE, WORKING, Tables, base, ops_of
-from disagmoe.plan.program import Program
+from disagmoe.plan.program import Program, among
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -30,13 +30,15 @@ BoolArray = NDArray[np.bool_]
 _FORWARD, _BACKWARD = (Phase.F, Phase.R), (Phase.B, Phase.I)
 
 
-def in_order(program: Program, rows: NDArray[np.intp], tables: Tables) -> tuple[FloatArray, FloatArray]:
-    """Bytes at the start and at the end of the compute rows `rows`, [components, rows]."""
-    ops = ops_of(program, rows, tables)
+def in_order(
+    program: Program, rows: NDArray[np.intp], tables: Tables, *, whole: bool = False
+) -> tuple[FloatArray, FloatArray]:
+    """Bytes at the start and at the end of the compute rows `rows`, [components, rows]; summed up if `whole`."""
+    ops = ops_of(program, tables)
     begin, end = base(ops, tables)
-    _beside(program, rows, begin, end)
+    _beside(program, begin, end)
     D, C, P = COMM
-    x = _Shifts(ops.worker)
+    x = _Shifts(ops.worker.shape[0])
 
     attn, ffn = ops.is_a(Kind.ATTN, *_FORWARD), ops.is_a(Kind.FFN, *_FORWARD)
     x.after(attn & ops.has(D, "own"), ops.sent + ops.received)
@@ -66,15 +68,25 @@ def in_order(program: Program, rows: NDArray[np.intp], tables: Tables) -> tuple[
     x.outgoing(attn & ops.has(C, "send", before=True), ops.sent)
     x.outgoing(attn & ops.has(P, "send", before=True), ops.stream)
     begin[EXCHANGE], end[EXCHANGE] = x.begin, x.end
+    begin, end = (_of_rows(side, program.sorts.of[rows], whole) for side in (begin, end))
+    at = 0 if whole else EXCHANGE
+    x.shift(program.sorts.of[rows], program.worker[rows], begin[at], end[at])
     return begin, end
 
 
-def _beside(program: Program, rows: NDArray[np.intp], begin: FloatArray, end: FloatArray) -> None:
+def _of_rows(side: FloatArray, sort: NDArray[np.int32], whole: bool) -> FloatArray:
+    """[components, sorts] as [components, rows], or as their sum [1, rows]."""
+    return (side.sum(axis=0, keepdims=True) if whole else side).take(sort, axis=1)
+
+
+def _beside(program: Program, begin: FloatArray, end: FloatArray) -> None:
     """With two compute streams an operation of the other one may run at the same time: add its largest temporaries."""
-    second = program.stream[rows] == int(Stream.COMPUTE_B)
+    sample = program.sorts.sample
+    computes = among(sample.stream, COMPUTE_STREAMS)
+    second = sample.stream == int(Stream.COMPUTE_B)
     if not second.any():
         return
-    worker, working = program.worker[rows], np.maximum(begin[WORKING], 0.0)
+    worker, working = sample.worker, np.where(computes, np.maximum(begin[WORKING], 0.0), 0.0)
     most = np.zeros((program.n_workers, 2))
     np.maximum.at(most, (worker, second.astype(np.int64)), working)
     other = np.where(second, most[worker, 0], most[worker, 1])
@@ -83,16 +95,11 @@ def _beside(program: Program, rows: NDArray[np.intp], begin: FloatArray, end: Fl
 
 
 class _Shifts:
-    """Exchange bytes at the starts and ends of compute rows, some of them a row earlier or later on the same worker."""
+    """Exchange bytes at the starts and ends of compute rows, by sort, some of them a row earlier or later."""
 
-    def __init__(self, worker: NDArray[np.int64]) -> None:
-        n = worker.shape[0]
-        self.begin, self.end = np.zeros(n), np.zeros(n)
-        index = np.arange(n)
-        same = worker[1:] == worker[:-1]
-        self._before, self._behind = index.copy(), index.copy()
-        self._before[1:][same] = index[:-1][same]
-        self._behind[:-1][same] = index[1:][same]
+    def __init__(self, sorts: int) -> None:
+        self.begin, self.end = np.zeros(sorts), np.zeros(sorts)
+        self._before, self._behind = np.zeros(sorts), np.zeros(sorts)
 
     def on_start(self, where: BoolArray, nbytes: FloatArray) -> None:
         self.begin += np.where(where, nbytes, 0.0)
@@ -104,30 +111,41 @@ class _Shifts:
 
     def outgoing(self, where: BoolArray, nbytes: FloatArray) -> None:
         """Filled by this row, sent while the next one runs."""
-        at = np.flatnonzero(where)
-        self.end[at] += nbytes[at]
-        np.add.at(self.end, self._behind[at], -nbytes[at])
+        self.on_end(where, nbytes)
+        self._behind += np.where(where, nbytes, 0.0)
 
     def just_before(self, where: BoolArray, nbytes: FloatArray) -> None:
         """There while the row before runs, and after."""
-        at = np.flatnonzero(where)
-        np.add.at(self.begin, self._before[at], nbytes[at])
+        self._before += np.where(where, nbytes, 0.0)
 
     def incoming(self, where: BoolArray, nbytes: FloatArray) -> None:
         """Arrives while the row before runs, read by this one."""
         self.just_before(where, nbytes)
         self.end -= np.where(where, nbytes, 0.0)
 
+    def shift(self, sort: NDArray[np.int32], worker: NDArray[np.int32], begin: FloatArray, end: FloatArray) -> None:
+        """Add what belongs to the rows before and behind, on the same worker, to `begin` and `end` [rows]."""
+        if not sort.size:
+            return
+        before, behind = self._before[sort], self._behind[sort]
+        same = worker[1:] == worker[:-1]
+        begin[:-1] += np.where(same, before[1:], 0.0)
+        end[1:] -= np.where(same, behind[:-1], 0.0)
+        edge = np.flatnonzero(~same)
+        first, last = np.append(0, edge + 1), np.append(edge, sort.shape[0] - 1)
+        begin[first] += before[first]
+        end[last] -= behind[last]
 
-def in_time(program: Program, tables: Tables) -> tuple[FloatArray, FloatArray]:
-    """Bytes at the start and at the end of every row, [components, rows]."""
-    ops = ops_of(program, np.arange(len(program)), tables)
+
+def in_time(program: Program, tables: Tables, *, whole: bool = False) -> tuple[FloatArray, FloatArray]:
+    """Bytes at the start and at the end of every row, [components, rows]; summed up if `whole`."""
+    ops = ops_of(program, tables)
     begin, end = base(ops, tables)
     streams = {
         "send": SEND_STREAMS | INSIDE,
         "recv": RECV_STREAMS | INSIDE,
     }
-    goes, comes = (np.isin(program.stream, sorted(int(s) for s in streams[side])) for side in streams)
+    goes, comes = (among(program.sorts.sample.stream, streams[side]) for side in streams)
     own = goes & comes
     D, C, P = COMM
     start, stop = begin[EXCHANGE], end[EXCHANGE]
@@ -177,4 +195,5 @@ def in_time(program: Program, tables: Tables) -> tuple[FloatArray, FloatArray]:
     add(stop, moved & (goes | comes) & ~kept, -ops.stream)
     add(start, ops.is_a(Kind.ATTN, Phase.F) & ops.has(P, "recv", before=True), -ops.stream)
     add(stop, ffn & ops.has(P, "recv"), -ops.stream)
+    begin, end = (_of_rows(side, program.sorts.of, whole) for side in (begin, end))
     return begin, end

@@ -211,10 +211,10 @@ def lower_bound_gib(
 
 def _check_policy(layout: Layout, program: Program, policy: Recompute) -> None:
     """What the policy repeats must be in the Program: otherwise nothing would hold what it drops."""
-    wanted = policy.repeated(disaggregated=layout.placement.disaggregated)
+    wanted, sample = policy.repeated(disaggregated=layout.placement.disaggregated), program.sorts.sample
     there, found = (
         {Kind(k) for k in np.flatnonzero(np.bincount(kinds)).tolist()}
-        for kinds in (program.kind, program.kind[program.phase == int(Phase.R)])
+        for kinds in (sample.kind, sample.kind[sample.phase == int(Phase.R)])
     )
     if found != wanted & there:
         names = [", ".join(sorted(k.name for k in kinds)) or "nothing" for kinds in (wanted & there, found)]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from disagmoe.cost.memory import LayerBytes, OpBytes
 from disagmoe.cost.recompute import Recompute
 from disagmoe.ops import RECV_STREAMS, SEND_STREAMS, Kind, Phase, Stream
-from disagmoe.plan.program import Program
+from disagmoe.plan.program import Program, among
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -44,19 +44,20 @@ class WorkerBytes:
     step: float = 0.0
 
 
-def chunks_of(program: Program, rows: NDArray[np.intp]) -> FloatArray:
-    """Into how many chunks the operation of each row is cut in its direction: 1 where its layer is not.
+def chunks_of(program: Program) -> FloatArray:
+    """Into how many chunks the operation of each sort of rows is cut in its direction: 1 where its layer is not.
 
     Every part of a spread head keeps all its rows and has its own part of the
     vocabulary: it is no chunk in this sense.
     """
     # Comet cuts forward and backward exchanges differently.
-    forward = np.isin(program.phase, (int(Phase.F), int(Phase.R))).astype(np.int64)
+    sorts = program.sorts.sample
+    forward = among(sorts.phase, (Phase.F, Phase.R)).astype(np.int64)
     most = np.ones((len(Kind), 2, program.n_layers + 1), dtype=np.int64)
-    cut = np.flatnonzero((program.chunk > 0) & np.isin(program.kind, _CUT))
+    cut = np.flatnonzero((sorts.chunk > 0) & among(sorts.kind, _CUT))
     if cut.size:
-        np.maximum.at(most, (program.kind[cut], forward[cut], program.layer[cut] + 1), program.chunk[cut] + 1)
-    return most[program.kind[rows], forward[rows], program.layer[rows] + 1].astype(np.float64)
+        np.maximum.at(most, (sorts.kind[cut], forward[cut], sorts.layer[cut] + 1), sorts.chunk[cut] + 1)
+    return most[sorts.kind, forward, sorts.layer + 1].astype(np.float64)
 
 
 class Tables:
@@ -91,8 +92,9 @@ class Tables:
         self.sent = np.array([[layer.sent for layer in w.layers] for w in workers])
         self.received = np.array([[layer.received for layer in w.layers] for w in workers])
         self.stream = np.array([w.layers[0].stream for w in workers])
-        self.there = self._exchanges(program)
-        self.attends, self.feeds = (_compute_flags(program, kind) for kind in (Kind.ATTN, Kind.FFN))
+        sample = program.sorts.sample
+        self.there = self._exchanges(sample)
+        self.attends, self.feeds = (_compute_flags(sample, kind) for kind in (Kind.ATTN, Kind.FFN))
 
     def _fill(self, worker: int, kind: Kind, layer_type: int, op: OpBytes, *, again: bool) -> None:
         begin, end, working = (t[worker, kind, :, layer_type] for t in (self.begin, self.end, self.working))
@@ -116,7 +118,7 @@ class Tables:
         for kind in COMM:
             of_kind = program.kind == int(kind)
             for side, streams in sides.items():
-                rows = np.flatnonzero(of_kind & np.isin(program.stream, sorted(int(s) for s in streams)))
+                rows = np.flatnonzero(of_kind & among(program.stream, streams))
                 flags = np.zeros((program.n_workers, len(Phase), program.n_layers + 1), dtype=np.bool_)
                 flags[program.worker[rows], program.phase[rows], program.layer[rows] + 1] = True
                 flags[:, Phase.I] = flags[:, Phase.B]  # an input gradient travels in phase B
@@ -134,7 +136,7 @@ def _compute_flags(program: Program, kind: Kind) -> BoolArray:
 
 @dataclass(frozen=True, eq=False)
 class Ops:
-    """Columns of some rows, with what the tables say of them."""
+    """Columns of the sorts of rows, with what the tables say of them."""
 
     worker: NDArray[np.int64]
     kind: NDArray[np.int64]
@@ -147,21 +149,23 @@ class Ops:
     tables: Tables
 
     def is_a(self, kind: Kind, *phases: Phase) -> BoolArray:
-        flags: BoolArray = (self.kind == int(kind)) & np.isin(self.phase, [int(p) for p in phases])
+        flags: BoolArray = (self.kind == int(kind)) & among(self.phase, phases)
         return flags
 
     def has(self, kind: Kind, side: str, *, before: bool = False) -> BoolArray:
-        """Whether this row's worker has that exchange in this row's phase and layer (or the layer before)."""
+        """Whether this sort's worker has that exchange in its phase and layer (or the layer before)."""
         at = np.maximum(self.layer + (0 if before else 1), 0)
         flags: BoolArray = self.tables.there[kind, side][self.worker, self.phase, at]
         return flags
 
 
-def ops_of(program: Program, rows: NDArray[np.intp], tables: Tables) -> Ops:
+def ops_of(program: Program, tables: Tables) -> Ops:
+    """What the sorts of rows of a Program are; rows of one sort hold the same."""
+    sample = program.sorts.sample
     worker, kind, phase, layer = (
-        getattr(program, name)[rows].astype(np.int64) for name in ("worker", "kind", "phase", "layer")
+        getattr(sample, name).astype(np.int64) for name in ("worker", "kind", "phase", "layer")
     )
-    share = np.where(program.chunk[rows] < 0, 1.0, 1.0 / chunks_of(program, rows))
+    share = np.where(sample.chunk < 0, 1.0, 1.0 / chunks_of(program))
     layer_type = tables.type_of[layer + 1]
     return Ops(
         worker,
@@ -177,7 +181,7 @@ def ops_of(program: Program, rows: NDArray[np.intp], tables: Tables) -> Ops:
 
 
 def base(ops: Ops, tables: Tables) -> tuple[FloatArray, FloatArray]:
-    """Kept activations and temporaries of compute rows, at their start and at their end, [components, rows]."""
+    """Kept activations and temporaries of compute rows, at their start and at their end, [components, sorts]."""
     n = ops.worker.shape[0]
     begin, end = np.zeros((len(DYNAMIC), n)), np.zeros((len(DYNAMIC), n))
     at = (ops.worker, ops.kind, ops.phase, tables.type_of[ops.layer + 1])

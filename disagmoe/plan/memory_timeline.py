@@ -18,7 +18,7 @@ from disagmoe.cost.recompute import Recompute
 from disagmoe.ops import COMPUTE_STREAMS, Kind, Phase, Stream
 from disagmoe.plan.memory_events import in_order, in_time
 from disagmoe.plan.memory_tables import Tables, WorkerBytes, chunks_of
-from disagmoe.plan.program import Program
+from disagmoe.plan.program import Program, among
 
 FloatArray = NDArray[np.float64]
 
@@ -82,24 +82,21 @@ def peak_bytes(
     """Most bytes that every worker holds at once, [workers]: the peaks of `levels`, without their components."""
     tables = Tables(program, workers, moe, recompute, frames)
 
-    def whole(sides: tuple[FloatArray, FloatArray]) -> tuple[FloatArray, FloatArray]:
-        begin, end = (side.sum(axis=0, keepdims=True) for side in sides)
-        return begin, end
-
     if start_s is None or end_s is None:
-        rows, begin, end = _in_order(program, tables)
-        delta, worker, _ = _ordered(program, rows, *whole((begin, end)))
+        delta, worker, _ = _ordered(program, *_in_order(program, tables, whole=True))
     else:
-        delta, worker, _ = _timed(program, *whole(in_time(program, tables)), start_s, end_s)
+        delta, worker, _ = _timed(program, *in_time(program, tables, whole=True), start_s, end_s)
     first = np.searchsorted(worker, np.arange(program.n_workers + 1), side="left")
     held = (np.cumsum(delta[0, low:high]) for low, high in itertools.pairwise(first.tolist()))
     return np.array([mine.max(initial=0.0) if mine.size else 0.0 for mine in held])
 
 
-def _in_order(program: Program, tables: Tables) -> tuple[NDArray[np.intp], FloatArray, FloatArray]:
+def _in_order(
+    program: Program, tables: Tables, *, whole: bool = False
+) -> tuple[NDArray[np.intp], FloatArray, FloatArray]:
     """Compute rows in order, and the bytes at the start and the end of each [components, rows]."""
     rows = compute_order(program)
-    return rows, *in_order(program, rows, tables)
+    return rows, *in_order(program, rows, tables, whole=whole)
 
 
 def _ordered(
@@ -132,15 +129,15 @@ def in_flight(program: Program) -> tuple[int, ...]:
     Counted from the start of a forward to the end of its backward (B or I), by
     attention where a worker has any, else by FFN.
     """
-    rows = compute_order(program)
-    out = []
-    for w in range(program.n_workers):
-        mine = rows[program.worker[rows] == w]
+    rows, chunks, out = compute_order(program), chunks_of(program), []
+    ends_of = np.searchsorted(program.worker[rows], np.arange(program.n_workers + 1))
+    for low, high in itertools.pairwise(ends_of.tolist()):
+        mine = rows[low:high]
         counted = next((k for k in (Kind.STAGE, Kind.ATTN, Kind.FFN) if (program.kind[mine] == int(k)).any()), None)
         mine = mine[program.kind[mine] == (-1 if counted is None else int(counted))]
-        share = np.where(program.chunk[mine] < 0, 1.0, 1.0 / chunks_of(program, mine))
+        share = np.where(program.chunk[mine] < 0, 1.0, 1.0 / chunks[program.sorts.of[mine]])
         begins = np.where(program.phase[mine] == int(Phase.F), share, 0.0)
-        ends = np.where(np.isin(program.phase[mine], (Phase.B, Phase.I)), -share, 0.0)
+        ends = np.where(among(program.phase[mine], (Phase.B, Phase.I)), -share, 0.0)
         out.append(int(np.ceil(np.cumsum(np.stack([begins, ends], axis=1).reshape(-1)).max(initial=0.0) - 1e-9)))
     return tuple(out)
 
@@ -152,8 +149,8 @@ def compute_order(program: Program) -> NDArray[np.intp]:
     backward that makes room for it, the earliest it can start.
     """
     worked = (Kind.EMBED, Kind.ATTN, Kind.FFN, Kind.HEAD, Kind.STAGE, Kind.OPTIM)
-    compute = np.isin(program.stream, sorted(int(s) for s in COMPUTE_STREAMS))
-    rows = np.flatnonzero(compute & np.isin(program.kind, worked))
+    compute = among(program.stream, COMPUTE_STREAMS)
+    rows = np.flatnonzero(compute & among(program.kind, worked))
     if not (program.stream[rows] == int(Stream.COMPUTE_B)).any():
         return rows
     limit = np.array(program.in_flight or (len(program),) * program.n_workers, dtype=np.int64)[program.worker[rows]]
@@ -172,7 +169,7 @@ def _action_number(program: Program, rows: NDArray[np.intp]) -> NDArray[np.int64
     columns = ("worker", "stream", "layer", "microbatch", "replica")
     named = np.stack([getattr(program, name)[rows] for name in columns], axis=1).astype(np.int64)
     named[program.kind[rows] == int(Kind.EMBED), 2] = 0
-    apart = np.isin(program.kind[rows], (int(Kind.HEAD), int(Kind.OPTIM)))
+    apart = among(program.kind[rows], (Kind.HEAD, Kind.OPTIM))
     repeat = program.phase[rows] == int(Phase.R)
     counted = np.flatnonzero(~apart & ~repeat)
     changes = np.zeros(rows.shape[0], dtype=np.int64)

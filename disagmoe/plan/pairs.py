@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import zip_longest
 
 import numpy as np
@@ -44,10 +45,11 @@ import numpy as np
 from disagmoe.ops import Kind, Phase, Stream
 from disagmoe.plan.expand import TailRow, step_tail
 from disagmoe.plan.orders import StageOrder
-from disagmoe.plan.program import Program
+from disagmoe.plan.program import Program, among
 from disagmoe.plan.units import ExtraRows, Stages, UnitCell, UnitKey, UnitOrder, expand_units
 
 FORWARD, BACKWARD = 0, 1  # sides of a unit
+_EXCHANGES = (Kind.DISPATCH, Kind.COMBINE)
 _FORWARD_ORDER = (Kind.ATTN, Kind.DISPATCH, Kind.FFN, Kind.COMBINE)
 _LANES = {Phase.F: (Stream.SEND, Stream.RECV), Phase.B: (Stream.SEND_B, Stream.RECV_B)}
 
@@ -117,11 +119,13 @@ class PairedLayers:
         last = self.stages.count - 1
         first_replica, second_replica = self.stages.replica(key.forward), self.stages.replica(key.backward)
 
+        pair = int(paired)
+
         def cell(kind: Kind, phase: Phase, layer: int = -1, chunk: int = 0) -> UnitCell:
-            side = FORWARD if phase == Phase.F else BACKWARD
-            stream = Stream.COLL if kind in (Kind.DISPATCH, Kind.COMBINE) else Stream.COMPUTE
-            replica = first_replica if side == FORWARD else second_replica
-            return UnitCell(stream, kind, phase, layer, side, -1, replica, int(paired), chunk)
+            stream = Stream.COLL if kind in _EXCHANGES else Stream.COMPUTE
+            if phase is Phase.F:
+                return UnitCell(stream, kind, phase, layer, FORWARD, -1, first_replica, pair, chunk)
+            return UnitCell(stream, kind, phase, layer, BACKWARD, -1, second_replica, pair, chunk)
 
         back = Phase.I if split else Phase(max(key.phase, 0))  # phase of the backward's rows in a layer
         if forward == 0:
@@ -130,12 +134,15 @@ class PairedLayers:
             yield cell(Kind.HEAD, Phase(key.phase))
         ahead = self.layers[forward] if forward is not None else ()
         behind = self.layers[backward][::-1] if backward is not None else ()
+        recompute, cut = frozenset(self.recompute), self.chunks > 1
         for f, b in zip_longest(ahead, behind):
             late = b is not None and b == behind[-1]
-            for kind, phase in _layer_pair(f is not None, b is not None, back, split, late, self.recompute):
-                layer = f if phase == Phase.F else b
-                if self.moe[layer] or kind in (Kind.ATTN, Kind.FFN):
-                    yield from (cell(kind, phase, layer, chunk) for chunk in self._chunks(kind, phase, layer))
+            for kind, phase in _layer_pair(f is not None, b is not None, back, split, late, recompute):
+                layer = f if phase is Phase.F else b
+                if not self.moe[layer] and kind in _EXCHANGES:
+                    continue
+                for chunk in self._chunks(kind, phase, layer) if cut else (0,):
+                    yield cell(kind, phase, layer, chunk)
         if split:
             yield cell(Kind.ATTN, Phase.W, behind[-1])
         if forward == last:
@@ -182,7 +189,7 @@ class PairedLayers:
 
     def _tail(self, worker: int, order: UnitOrder) -> list[TailRow]:
         """Reductions in the order in which gradients are complete, then the optimizer."""
-        done = np.isin(order.phase, (Phase.B, Phase.W))
+        done = among(order.phase, (Phase.B, Phase.W))
         complete = StageOrder(
             np.full(int(done.sum()), Phase.B, np.int8), order.backward[done], order.backward_microbatch[done]
         )
@@ -191,9 +198,10 @@ class PairedLayers:
         return step_tail(worker, complete, {c: self.layers[s] for c, s in enumerate(of)}, shared=shared)
 
 
+@cache
 def _layer_pair(
-    ahead: bool, behind: bool, back: Phase, split: bool, late: bool, recompute: Collection[Kind]
-) -> Iterator[tuple[Kind, Phase]]:
+    ahead: bool, behind: bool, back: Phase, split: bool, late: bool, recompute: frozenset[Kind]
+) -> tuple[tuple[Kind, Phase], ...]:
     """Kinds and phases of one forward layer beside one backward layer, either of which may be missing.
 
     `back` is the phase of the backward's experts and attention; with `split` their
@@ -201,8 +209,9 @@ def _layer_pair(
     backward's layer stands in front if it has the combine, else among the ten.
     """
     again = {kind: behind and kind in recompute for kind in Kind}
+    first: list[tuple[Kind, Phase]] = []
     if again[Kind.COMBINE]:
-        yield from ((kind, Phase.R) for kind in _FORWARD_ORDER if again[kind])
+        first = [(kind, Phase.R) for kind in _FORWARD_ORDER if again[kind]]
         again = dict.fromkeys(again, False)
     ops = (
         (behind, Kind.COMBINE, Phase.B),
@@ -219,4 +228,4 @@ def _layer_pair(
         (behind, Kind.ATTN, back),
         (behind and split and not late, Kind.ATTN, Phase.W),
     )
-    yield from ((kind, phase) for there, kind, phase in ops if there)
+    return (*first, *((kind, phase) for there, kind, phase in ops if there))

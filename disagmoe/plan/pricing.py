@@ -8,7 +8,7 @@ is reduced, which transport carries which exchange.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 
 import numpy as np
@@ -23,7 +23,7 @@ from disagmoe.plan.dependencies import is_wait
 from disagmoe.plan.memory import GRADIENT_BYTES, WEIGHT_BYTES, Holding, holdings, local_experts
 from disagmoe.plan.plan import Layout, Worker
 from disagmoe.plan.price_table import price_table
-from disagmoe.plan.program import Program
+from disagmoe.plan.program import Program, among
 from disagmoe.plan.tile_pricing import layer_tiles
 from disagmoe.specs.params import attention_params, expert_params, ffn_shared_params
 
@@ -337,12 +337,18 @@ class LayoutCosts:
 
 
 def price(layout: Layout, program: Program, costs: CostModel) -> Pricing:
-    """Price every row of a Program of this Layout."""
+    """Price every row of a Program of this Layout; rows of one sort cost the same."""
+    of, sample = program.sorts
+    prices = _price(layout, sample, costs)
+    return Pricing(**{column.name: getattr(prices, column.name)[of] for column in fields(prices)})
+
+
+def _price(layout: Layout, program: Program, costs: CostModel) -> Pricing:
     code, seconds, link, nic_bytes = price_table(LayoutCosts(layout, costs), program)
     duration_s = np.where(is_wait(program), 0.0, seconds[code])
-    comm = np.isin(program.kind, [int(k) for k in COMM_KINDS])
+    comm = among(program.kind, COMM_KINDS)
     duration_s = duration_s * np.where(comm, 1.0, _straggle(layout, program, costs))
-    sends = np.isin(program.stream, [int(s) for s in (*SEND_STREAMS, Stream.COLL, Stream.SYNC, Stream.NVLINK)])
+    sends = among(program.stream, (*SEND_STREAMS, Stream.COLL, Stream.SYNC, Stream.NVLINK))
     compute, slowed = _contention(layout, program, costs, comm)
     return Pricing(
         duration_s=duration_s,
@@ -366,7 +372,7 @@ def _contention(
     """Per row: how much it stretches compute, and how much compute stretches it."""
     exchange = costs.contention(layout.transport)
     other = costs.contention(GRAD_TRANSPORT)
-    carried = np.isin(program.kind, (int(Kind.DISPATCH), int(Kind.COMBINE)))
+    carried = among(program.kind, (Kind.DISPATCH, Kind.COMBINE))
     if layout.placement.disaggregated:  # the final rows of a spread head go the way of the tokens
         carried |= program.kind == int(Kind.P2P)
     # The SMs of a tiled exchange are taken out of its GEMMs already.

@@ -8,16 +8,27 @@ simulated and executed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from disagmoe.graph_kernels import distinct_rows, stable_order
 from disagmoe.ops import Kind, Op, Phase, Stream
 
 IntArray = NDArray[np.int32]
+BoolArray = NDArray[np.bool_]
+
+
+def among(column: NDArray[np.integer], members: Iterable[int]) -> BoolArray:
+    """Which entries of a column are one of a few numbers: np.isin, but for a few members many times faster."""
+    found = np.zeros(column.shape, dtype=np.bool_)
+    for member in members:
+        found |= column == int(member)
+    return found
 
 
 class Row(NamedTuple):
@@ -35,7 +46,19 @@ class Row(NamedTuple):
     pair: int = -1
 
 
+class Sorts(NamedTuple):
+    """Rows of one sort differ in nothing but micro-batch and pair: few hundred sorts stand for 10^5 rows.
+
+    `of` [rows] is the number of each row's sort, `sample` a Program of the first row of
+    each sort: what depends on neither micro-batch nor order is worked out on it.
+    """
+
+    of: IntArray
+    sample: Program
+
+
 COLUMNS = ("worker", "stream", "kind", "phase", "layer", "microbatch", "chunk", "replica", "peer", "pair")
+_OF_SORT = ("worker", "stream", "kind", "phase", "layer", "chunk", "replica", "peer")
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +99,14 @@ class Program:
     def __len__(self) -> int:
         return int(self.worker.shape[0])
 
+    @cached_property
+    def sorts(self) -> Sorts:
+        """The rows by what they are, whichever micro-batch they are of."""
+        if not len(self):
+            return Sorts(np.empty(0, dtype=np.int32), self)
+        of, first = distinct_rows(np.stack([getattr(self, name) for name in _OF_SORT]))
+        return Sorts(of, replace(self, **{name: getattr(self, name)[first] for name in COLUMNS}))
+
     def op(self, row: int) -> Op:
         """The operation of one row, as a value."""
         return Op(
@@ -86,6 +117,10 @@ class Program:
             int(self.chunk[row]),
             int(self.replica[row]),
         )
+
+    def table(self) -> IntArray:
+        """All columns as a new array [rows, len(COLUMNS)], for `from_table`."""
+        return np.stack([getattr(self, name) for name in COLUMNS]).T
 
     def rows(self) -> Iterator[Row]:
         """Every row as a value, in storage order."""
@@ -136,9 +171,10 @@ class Program:
         early_gather: bool = False,
     ) -> Program:
         """Pack an int array [rows, len(COLUMNS)]; a stable sort groups the streams."""
-        order = np.argsort(table[:, 0].astype(np.int64) * len(Stream) + table[:, 1], kind="stable")
-        packed = np.ascontiguousarray(table[order].T.astype(np.int32))
-        columns = dict(zip(COLUMNS, packed, strict=True))
+        stream = table[:, 0].astype(np.int64) * len(Stream) + table[:, 1]
+        low = int(stream.min(initial=0))
+        order = stable_order(stream - low, int(stream.max(initial=0)) - low + 1)
+        columns = {name: table[:, i].take(order).astype(np.int32, copy=False) for i, name in enumerate(COLUMNS)}
         return cls(
             n_workers=n_workers,
             n_layers=n_layers,

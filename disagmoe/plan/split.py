@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 Stages = tuple[tuple[int, ...], ...]
 MAX_MOVES = 64
+_SPLITS_KEPT = 512
+"""Splits that are remembered: a search lays the same candidate out several times."""
 
 
 def split_layers(
@@ -36,6 +39,13 @@ def split_layers(
     `rank_of_stage` names the rank of each stage (interleaved: stage mod p).
     Every stage gets at least one layer; ValueError where there are too few.
     """
+    return _split_layers(tuple(loads), tuple(rank_of_stage), head_load, embed_load)
+
+
+@lru_cache(maxsize=_SPLITS_KEPT)
+def _split_layers(
+    loads: tuple[float, ...], rank_of_stage: tuple[int, ...], head_load: float, embed_load: float
+) -> Stages:
     stages, layers = len(rank_of_stage), len(loads)
     if layers < stages:
         raise ValueError(f"{layers} layers cannot fill {stages} virtual stages: at least one layer each")

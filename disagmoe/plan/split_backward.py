@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagmoe.ops import COMPUTE_STREAMS, Kind, Phase
-from disagmoe.plan.program import COLUMNS, IntArray, Program
+from disagmoe.plan.program import COLUMNS, IntArray, Program, among
 
 _SPLIT = (int(Kind.ATTN), int(Kind.FFN))
 
@@ -29,12 +29,12 @@ def split_backward(program: Program, pending: int = 0) -> Program:
         raise ValueError(f"pending={pending} weight gradients: must not be negative")
     if pending and program.in_flight:
         raise ValueError(f"pending={pending}: a layer in flight counts until its weight gradient; only 0 is allowed")
-    whole = np.isin(program.kind, _SPLIT) & (program.phase == int(Phase.B))
-    whole &= np.isin(program.stream, [int(s) for s in COMPUTE_STREAMS])
+    whole = among(program.kind, _SPLIT) & (program.phase == int(Phase.B))
+    whole &= among(program.stream, COMPUTE_STREAMS)
     rows = np.flatnonzero(whole)
     if not rows.size:
         return program
-    table: IntArray = np.stack([getattr(program, name) for name in COLUMNS], axis=1)
+    table: IntArray = program.table()
     phase = COLUMNS.index("phase")
     weights = table[rows].copy()
     table[rows, phase], weights[:, phase] = int(Phase.I), int(Phase.W)
@@ -60,7 +60,7 @@ def _after(program: Program, rows: NDArray[np.intp], pending: int) -> NDArray[np
     of = stream[rows]
     later = np.arange(rows.shape[0]) + pending
     known = (later < rows.shape[0]) & (of[np.minimum(later, rows.shape[0] - 1)] == of)
-    work = np.isin(program.stream, [int(s) for s in COMPUTE_STREAMS]) & (program.kind != int(Kind.OPTIM))
+    work = among(program.stream, COMPUTE_STREAMS) & (program.kind != int(Kind.OPTIM))
     last = np.full(int(stream.max()) + 1, -1, dtype=np.intp)
     np.maximum.at(last, stream[work], np.flatnonzero(work))
     place: NDArray[np.intp] = np.where(known, rows[np.minimum(later, rows.shape[0] - 1)], last[of])

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from disagmoe.ops import Kind, Phase
 from disagmoe.plan.edges import BoolArray, Edges, LongArray, join
-from disagmoe.plan.program import IntArray, Program
+from disagmoe.plan.program import IntArray, Program, among
 
 
 def spread_head_edges(program: Program, first_row: IntArray) -> tuple[BoolArray, list[Edges]]:
@@ -40,7 +40,7 @@ def spread_head_edges(program: Program, first_row: IntArray) -> tuple[BoolArray,
     here = microbatch * program.n_workers + program.worker[first_row]
     there = np.where(passes, microbatch * program.n_workers + program.peer[first_row], here)
     forward = program.phase[first_row] == int(Phase.F)
-    back = np.isin(program.phase[first_row], (Phase.B, Phase.I))
+    back = among(program.phase[first_row], (Phase.B, Phase.I))
 
     def at(mask: NDArray[np.bool_]) -> LongArray:
         return np.flatnonzero(mask)

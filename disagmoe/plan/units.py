@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagmoe.ops import Kind, Phase, Stream
-from disagmoe.plan.expand import TailRow
-from disagmoe.plan.program import COLUMNS, Program
+from disagmoe.plan.expand import TailRow, packed
+from disagmoe.plan.program import COLUMNS, Program, among
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float64]
@@ -56,7 +56,7 @@ def unit_order(units: Iterable[tuple[int, int, int, int, int]]) -> UnitOrder:
 def peak_in_flight(order: UnitOrder) -> int:
     """Most stage activations the worker holds at once: forward begun, B or I not yet done."""
     begins = (order.forward >= 0).astype(np.int64)
-    ends = np.isin(order.phase, (Phase.B, Phase.I)).astype(np.int64)
+    ends = among(order.phase, (Phase.B, Phase.I)).astype(np.int64)
     held = np.cumsum(begins - ends)
     return int((held + ends).max(initial=0))  # inside a pair the new activation joins before the old one leaves
 
@@ -183,7 +183,7 @@ def expand_units(
     columns = np.stack([worker, joined.forward, joined.phase, joined.backward], axis=1)
     keys, kind_of = np.unique(columns, axis=0, return_inverse=True)
     templates = [template(UnitKey(*(int(x) for x in key))) for key in keys]
-    cells = np.array([c for t in templates for c in t], dtype=np.int32).reshape(-1, len(UnitCell._fields))
+    cells = packed((c for t in templates for c in t), len(UnitCell._fields))
     length = np.array([len(t) for t in templates])
     start = np.cumsum(length) - length
     kind_of = kind_of.reshape(-1)
@@ -191,8 +191,8 @@ def expand_units(
     unit = np.repeat(np.arange(worker.shape[0]), repeat)
     # Row i of a unit's block is cell start + i of its template.
     source = np.arange(unit.shape[0]) + np.repeat(start[kind_of] - (np.cumsum(repeat) - repeat), repeat)
-    cell = {name: cells[source, i] for i, name in enumerate(UnitCell._fields)}
-    body = np.zeros((unit.shape[0], len(COLUMNS)), dtype=np.int32)
+    cell = {name: cells[:, i].take(source) for i, name in enumerate(UnitCell._fields)}
+    body = np.zeros((len(COLUMNS), unit.shape[0]), dtype=np.int32).T  # columns lie together
     for name in ("stream", "kind", "phase", "layer", "peer", "replica", "chunk"):
         body[:, COLUMN[name]] = cell[name]
     body[:, COLUMN["worker"]] = worker[unit]

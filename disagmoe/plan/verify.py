@@ -20,7 +20,7 @@ from disagmoe.plan.deadlock import find_deadlock
 from disagmoe.plan.dependencies import Graph, PlanError, build_graph, data_edges, is_wait, stream_mask
 from disagmoe.plan.edges import BoolArray, pack_key
 from disagmoe.plan.plan import Plan
-from disagmoe.plan.program import IntArray, Program
+from disagmoe.plan.program import IntArray, Program, among
 from disagmoe.plan.text import row_token
 
 __all__ = ["Memory", "PlanError", "verify"]
@@ -125,8 +125,8 @@ def _check_fields(program: Program) -> None:
         raise PlanError(
             f"{row_token(program, i)}: {kind.name} has no phase {Phase(program.phase[i]).name}, only {names}"
         )
-    of_step = np.isin(program.kind, (Kind.GRAD_SYNC, Kind.OPTIM))
-    at_ends = np.isin(program.kind, (Kind.EMBED, Kind.HEAD))
+    of_step = among(program.kind, (Kind.GRAD_SYNC, Kind.OPTIM))
+    at_ends = among(program.kind, (Kind.EMBED, Kind.HEAD))
     loose = at_ends | of_step | (program.kind == int(Kind.P2P))  # P2P -1 leaves the embedding
     if (i := _first(of_step != (program.microbatch == -1))) is not None:
         rule = "has no micro-batch (-1)" if of_step[i] else "needs a micro-batch"
@@ -200,8 +200,8 @@ def _check_pairs(program: Program) -> None:
     start = np.flatnonzero(np.concatenate([[True], pair[1:] != pair[:-1]]))
     size = np.diff(np.append(start, rows.shape[0]))
     whole = program.kind[rows] == int(Kind.STAGE)
-    forward, backward = phase == int(Phase.F), np.isin(phase, (Phase.B, Phase.I))
-    backward |= np.isin(phase, (Phase.W, Phase.R)) & ~whole
+    forward, backward = phase == int(Phase.F), among(phase, (Phase.B, Phase.I))
+    backward |= among(phase, (Phase.W, Phase.R)) & ~whole
     first_f, last_f = _range(program.microbatch[rows], forward, start)
     first_b, last_b = _range(program.microbatch[rows], backward, start)
     low, high = _range(program.worker[rows], forward | backward, start)
@@ -237,8 +237,8 @@ def _check_places(program: Program, graph: Graph) -> None:
     """
     row = graph.first_row
     waits = is_wait(program)
-    chain = ~np.isin(program.kind[row], (Kind.GRAD_SYNC, Kind.OPTIM, Kind.STAGE)) & ~waits[row]
-    chain &= np.isin(program.phase[row], (Phase.F, Phase.B, Phase.I))
+    chain = ~among(program.kind[row], (Kind.GRAD_SYNC, Kind.OPTIM, Kind.STAGE)) & ~waits[row]
+    chain &= among(program.phase[row], (Phase.F, Phase.B, Phase.I))
     leaves = np.where(graph.second_row >= 0, program.peer[row], program.worker[row])
     src, dst = data_edges(graph)
     apart = chain[src] & chain[dst] & (leaves[src] != program.worker[row][dst])

@@ -20,6 +20,7 @@ from disagmoe.plan.split_backward import split_backward
 from disagmoe.plan.text import from_text
 from disagmoe.plan.verify import verify
 from disagmoe.simulator import simulate
+from tests.plan.window_loops import slow_window
 
 
 def operations(program: Program) -> list[tuple[int, ...]]:
@@ -70,6 +71,26 @@ def test_any_window_gives_a_sound_program(kind: str, m: int, rows: int, spare: i
     simulate(after, priced(after, seed))
     more = np.array(in_flight(after)) - np.array(in_flight(before))
     assert more.max() <= max(spare, 0) + 2  # the next of the given order may always go
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    rows=st.integers(1, 12),
+    spare=st.integers(-3, 6),
+    pending=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_only_streams_that_can_have_changed_need_asking(
+    kind: str, rows: int, spare: int, pending: int, seed: int
+) -> None:
+    before = programs(kind, 5)
+    pricing, window = priced(before, seed), Window(rows, spare, pending)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("disagmoe.plan.lookahead.record_window", slow_window)
+        slow = look_ahead(before, pricing, window)
+    fast = look_ahead(before, pricing, window)
+    assert all((getattr(fast, name) == getattr(slow, name)).all() for name in COLUMNS)
 
 
 @pytest.mark.parametrize("kind", KINDS)

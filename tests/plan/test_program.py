@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagmoe.ops import Kind, Op, Phase, Stream
-from disagmoe.plan.program import COLUMNS, Program, Row
+from disagmoe.plan.program import COLUMNS, Program, Row, among
 
 NUMBER = st.integers(-1, 5)
 ROWS = st.lists(
@@ -54,3 +54,26 @@ def test_columns_are_int32_and_an_op_is_a_view_of_a_row() -> None:
 
 def test_an_empty_program_has_no_rows() -> None:
     assert len(pack([])) == 0
+
+
+@given(ROWS)
+def test_rows_of_a_sort_differ_in_micro_batch_and_pair_only(rows: list[Row]) -> None:
+    program = pack(rows)
+    of, sample = program.sorts
+    names = [name for name in COLUMNS if name not in ("microbatch", "pair")]
+    for name in names:
+        assert getattr(sample, name)[of].tolist() == getattr(program, name).tolist()
+    assert len(sample) == len(set(zip(*(getattr(program, name).tolist() for name in names), strict=True)))
+    assert len(sample) == 0 or sorted(set(of.tolist())) == list(range(len(sample)))
+
+
+@given(ROWS)
+def test_a_table_packs_into_the_same_program(rows: list[Row]) -> None:
+    program = pack(rows)
+    again = Program.from_table(program.table(), n_workers=4, n_layers=6, n_microbatches=6)
+    assert all((getattr(again, name) == getattr(program, name)).all() for name in COLUMNS)
+
+
+@given(st.lists(NUMBER), st.lists(NUMBER, max_size=4))
+def test_among_is_isin(column: list[int], members: list[int]) -> None:
+    assert among(np.array(column, dtype=np.int32), members).tolist() == [value in members for value in column]
