@@ -29,6 +29,7 @@ class Switched(Case):
     """A ring with switches: `put_off` -1 whole backwards, `rows` 0 no window, `early` gathering.
 
     `attn` names the A-worker of every layer and `p_f` the number of F-groups (0: p).
+    With `shared_nodes` k the groups of a stage lie on the same k nodes (0: on nodes of their own).
     """
 
     put_off: int = -1
@@ -36,6 +37,7 @@ class Switched(Case):
     early: bool = False
     attn: tuple[int, ...] = ()
     p_f: int = 0
+    shared_nodes: int = 0
 
     @property
     def ranks(self) -> int:
@@ -46,7 +48,17 @@ class Switched(Case):
         plan = super().plan
         if self.attn or self.p_f:
             plan = self._mapped(plan)
+        if self.shared_nodes:
+            plan = self._on_shared_nodes(plan)
         return Plan(plan.layout, switched(plan.program, self.put_off, self.rows, self.early, self.seed))
+
+    def _on_shared_nodes(self, plan: Plan) -> Plan:
+        k, placement = self.shared_nodes, plan.layout.placement
+        workers = tuple(
+            replace(worker, nodes=k, node_ids=tuple(range(k * (i % self.p), k * (i % self.p + 1))))
+            for i, worker in enumerate(placement.workers)
+        )
+        return Plan(replace(plan.layout, placement=replace(placement, workers=workers)), plan.program)
 
     def _mapped(self, plan: Plan) -> Plan:
         p_f = self.p_f or self.p

@@ -27,6 +27,9 @@ RINGS = [
     Switched(p_f=2, p=1, m=2, layers=4, microbatches=3, sequences=6, family="deepseek"),
     Switched(p_f=1, p=2, n=2, layers=4, microbatches=4, put_off=1),
     Switched(p_f=3, p=1, layers=3, head="spread", microbatches=3, rows=6, put_off=0, early=True),
+    Switched(p_f=2, p=1, m=2, layers=3, head="spread", microbatches=4, sequences=8, put_off=1),
+    Switched(shared_nodes=2, m=2, n=2, layers=3, microbatches=3, sequences=6, merge="node", family="deepseek"),
+    Switched(shared_nodes=1, p=2, layers=4, microbatches=4, merge="node", head="spread"),
 ]
 PIPELINES = [
     SwitchedPipeline(system="plain", p=2, layers=4, microbatches=4, gpus=2, ep=2, chunks=2, rows=4),
