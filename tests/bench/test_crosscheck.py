@@ -10,6 +10,9 @@ import pytest
 
 from bench.crosscheck import Check, main, swaps, verdicts
 from bench.report.crosscheck import markdown, write_csv, write_parity
+from bench.switches import DURATIONS
+
+MACHINE = {"cores": 2, "device": "a processor", "torch": "2.0"}
 
 
 def check(system: str, simulated: float, emulated: float, *, exposed: float = 0.0, **changes: object) -> Check:
@@ -88,15 +91,33 @@ def test_limits_are_judged_for_each_number_of_processes() -> None:
     assert failed and all(limit.startswith("8 processes") for limit in failed)
 
 
+def test_switches_are_held_to_the_errors_and_not_ranked() -> None:
+    order, other = (check("disagmoe_plus", 4.0, e, variant=v, shows="order") for v, e in (("a", 4.1), ("b", 4.0)))
+    assert all(held([order, replace(other, simulated_per_token_s=4.2)]).values())
+    assert len(held([order, other])) == 3
+    assert not all(held([order, replace(other, emulated={**other.emulated, "step_time_s": 4.4})]).values())
+
+
+def test_what_only_shows_durations_counts_for_nothing() -> None:
+    """Its Program is the one without the switch."""
+    far_off = check("disagmoe_plus", 4.0, 8.0, variant="shared_nodes", shows=DURATIONS)
+    order = check("disagmoe_plus", 4.0, 4.1, variant="look_ahead", shows="order")
+    assert all(held([order, far_off]).values())
+    assert held([far_off]) == {"4 processes: what ran and counts": False}
+    page = markdown("a model", [order, far_off], verdicts([order, far_off]), [], MACHINE)
+    assert "| durations only |" in page and "counts for no limit" in page
+
+
 def test_the_page_the_numbers_and_the_picture_tell_the_same(tmp_path: Path) -> None:
     checks = [
         check("megatron_1f1b", 4.0, 4.1),
-        check("disagmoe", 2.0, 2.02, foreign_load=None),
+        check("disagmoe", 2.0, 2.02, foreign_load=None, plan={"p": 3, "dp": 2}, cut={"p": 1, "A:F": "2:2"}),
         check("disagmoe", 3.0, 3.1, control=True),
         check("dualpipe", 3.0, 3.5, processes=8, variant="deepep"),
     ]
-    machine = {"cores": 2, "device": "a processor", "torch": "2.0"}
-    page = markdown("a model", checks, verdicts(checks), ["comet: not applicable: why"], machine)
+    page = markdown("a model", checks, verdicts(checks), ["comet: not applicable: why"], MACHINE)
+    assert "differs in" not in page
+    assert "| disagmoe | p=1, A:F=2:2 | – | p=3, dp=2 |" in page
     assert "| disagmoe, no overlap | 3 | 3.1 | +3.3 % |" in page
     assert "| dualpipe (deepep) | 3 | 3.5 | +16.7 % |" in page
     assert "**fails**: 8 processes: mean error" in page
@@ -118,6 +139,7 @@ def test_the_page_the_numbers_and_the_picture_tell_the_same(tmp_path: Path) -> N
         (["processes=5"], "4, 8"),
         (["model=nope"], "nope"),
         (["impl=native"], "measure"),
+        (["switches=spread"], "spread_head"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,6 +137,23 @@ def test_the_step_end_is_that_of_the_layers_in_the_cut() -> None:
     assert cut.pricing.duration_s[row] == pytest.approx(whole * held)
 
 
+def test_parameters_gathered_early_cost_what_their_layer_costs() -> None:
+    there, system = problem(), get_system("disagmoe_plus")
+    candidate = {**RING, "gather": "early"}
+    layout = system.layout(there, candidate)
+    cut = make_cut(system, there, layout, candidate, 8)
+    prices, program = LayoutCosts(layout, there.costs), cut.plan.program
+    gathers = np.flatnonzero((program.kind == int(Kind.GRAD_SYNC)) & (program.phase == int(Phase.F)))
+    layers = [(int(program.worker[row]), int(program.layer[row])) for row in gathers]
+    # Two groups of either kind hold every other layer; the first A-group embeds, the last layer's F-group has the head.
+    ends = [(0, -1), (3, -1)]
+    assert sorted(layers) == sorted([*ends, *((w, x) for x in range(8) for w in (x % 2, 2 + x % 2))])
+    for row, (worker, layer) in zip(gathers.tolist(), layers, strict=True):
+        expected = prices.worker_op(Kind.GRAD_SYNC, Phase.F, layer, worker).seconds
+        assert cut.pricing.duration_s[row] == pytest.approx(expected, rel=1e-12)
+        assert expected > 0.0
+
+
 def test_dense_layers_stay_dense_and_a_shallow_model_stays_whole() -> None:
     _, there, _, cut = made("megatron_1f1b", at=problem("deepseek_v3"))
     assert [cut.model.is_moe(layer) for layer in range(8)] == [there.model.is_moe(layer) for layer in range(8)]
