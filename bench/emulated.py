@@ -93,11 +93,15 @@ def cut_of(config: RunConfig, costs: CostModel, row: Row, outcome: Outcome, proc
 
 def cut_of_tuned(form: Variant, problem: Problem, tuned: Tuned | None, processes: int, budget: int) -> CutPlan | None:
     """The cut of what a search with this budget found, None where it found no plan. Raises NotApplicable."""
-    if tuned is not None and tuned.status == "oom" and tuned.needed_gib is not None:
+    tight = tuned is not None and tuned.status == "oom"
+    if tuned is not None and tight and tuned.needed_gib is not None:
         tuned = _roomier(form, problem, tuned.needed_gib, budget)
     if tuned is None or tuned.plan is None or tuned.candidate is None:
         return None
-    return make_cut(form.system, problem, tuned.plan.layout, tuned.candidate, processes)
+    full = tuned.plan.layout
+    if tight:  # say what it takes
+        full = replace(full, details={**full.details, "needs_gib": round(tuned.needed_gib or 0.0, 1)})
+    return make_cut(form.system, problem, full, tuned.candidate, processes)
 
 
 def _roomier(form: Variant, problem: Problem, needed_gib: float, budget: int) -> Tuned | None:

@@ -125,6 +125,7 @@ def test_what_does_not_fit_is_cut_from_the_plan_that_needs_least(no_processes: l
     found = evaluate(small)
     (row,) = found.rows
     assert row["status"] == "ok"
+    assert row["plan"]["needs_gib"] > small.cluster.limit_gib
     (note,) = [note for note in found.notes if "out of memory" in note]
     assert "megatron_1f1b (needs" in note
 
