@@ -154,8 +154,8 @@ def _cluster(cluster: ClusterSpec, processes: int, candidate: Candidate) -> Clus
     They have room for as many F-groups as A-groups, since planners place both before they take some away.
     """
     node, half = cluster.groups[0], processes // 2
-    f_groups = int(candidate.get("p_f", 0)) or 1
-    room = half * max(1, int(candidate.get("p", 1)) // f_groups) if candidate.get("p_f") else half
+    p_f = int(candidate.get("p_f", 0))
+    room = half * max(1, int(candidate["p"]) // p_f) if p_f else half
     return replace(cluster, groups=(NodeGroup(2, room, room, node.nic_gbit),))
 
 
