@@ -23,6 +23,7 @@ from disagmoe.plan.plan import Layout, Plan
 from disagmoe.plan.program import Program
 from disagmoe.system import Candidate, NotApplicable, Problem, System, recompute_levels, without_recompute
 
+_Key = tuple[tuple[str, str | int | float], ...]
 StepFunction = Callable[[Plan], float]
 """Seconds of one step of a plan."""
 PeakFunction = Callable[[Plan], float]
@@ -149,7 +150,8 @@ class _Search:
         self.best: tuple[Trial, Plan] | None = None
         self.steps: list[float] = []
         """Step times of the plans that fit, shortest first."""
-        self._seen: set[tuple[tuple[str, str | int | float], ...]] = set()
+        self._seen: set[_Key] = set()
+        self._layouts: dict[_Key, Layout] = {}
 
     def best_candidates(self, count: int) -> list[Candidate]:
         """The candidates of the fastest plans that fit, without their recompute."""
@@ -176,6 +178,7 @@ class _Search:
                 self.trials.append(replace(trial, outcome="budget"))
             else:
                 timed += self._settle(level, trial)
+        self._layouts.clear()
 
     def _beaten_from(self, keep: int) -> float:
         """The step time of the `keep`-th best plan so far; infinite where there are fewer."""
@@ -187,26 +190,33 @@ class _Search:
         """(first recompute level that may fit, trial) of new candidates, by rising lower bound on the step."""
         placed = []
         for candidate in candidates:
-            key = tuple(sorted(candidate.items()))
+            key = _key(candidate)
             if key in self._seen:
                 continue
             self._seen.add(key)
             try:
-                level, needed = self._first_level(self.system.layout(self.problem, candidate))
+                level, needed = self._first_level(self._layout(candidate))
                 if needed <= self.limit_gib:
                     bound = self._bound_s(candidate, level)
                     placed.append((level, Trial(candidate, "", needed_gib=needed, bound_s=bound, origin=origin)))
                 else:
+                    self._layouts.pop(key, None)
                     self.trials.append(Trial(candidate, "memory", needed_gib=needed, origin=origin))
             except NotApplicable as reason:
                 self.trials.append(Trial(candidate, "not placeable", reason=str(reason), origin=origin))
         return sorted(placed, key=lambda pair: pair[1].bound_s or 0.0)
 
+    def _layout(self, candidate: Candidate) -> Layout:
+        """The layout of a candidate, which is asked for when it is placed and again when it is timed."""
+        key = _key(candidate)
+        if key not in self._layouts:
+            self._layouts[key] = self.system.layout(self.problem, candidate)
+        return self._layouts[key]
+
     def _bound_s(self, candidate: Candidate, first: int) -> float:
         """What the step takes at least with the recompute of level `first` or of one after it."""
         return min(
-            lower_bound_s(self.system.layout(self.problem, {**candidate, **extra}), self.problem.costs)
-            for extra in self.levels[first:]
+            lower_bound_s(self._layout({**candidate, **extra}), self.problem.costs) for extra in self.levels[first:]
         )
 
     def _first_level(self, layout: Layout) -> tuple[int, float]:
@@ -226,7 +236,7 @@ class _Search:
         for extra in self.levels[level:]:
             candidate = {**trial.candidate, **extra}
             try:
-                layout = self.system.layout(self.problem, candidate)
+                layout = self._layout(candidate)
                 repeated = Recompute.of(layout.options).repeated(disaggregated=layout.placement.disaggregated)
                 if repeated not in programs:  # what is redone inside a backward changes no order
                     programs[repeated] = self.system.program(self.problem, layout)
@@ -256,3 +266,7 @@ class _Search:
         insort(self.steps, trial.step_s or 0.0)
         if self.on_trial is not None:
             self.on_trial(sum(t.outcome == "timed" for t in self.trials))
+
+
+def _key(candidate: Candidate) -> _Key:
+    return tuple(sorted(candidate.items()))

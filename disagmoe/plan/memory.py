@@ -231,6 +231,32 @@ def static_memory(
     )
 
 
+def static_gib(layout: Layout, model: ModelSpec, recipe: Recipe) -> NDArray[np.float64]:
+    """What every plan of a Layout holds all the time, [workers]: static memory without workspaces and communicators."""
+    return _static_gib(layout.placement, layout.ep, shard_of(layout).tp, model, recipe)
+
+
+@lru_cache(maxsize=LAYOUTS_KEPT)
+def _static_gib(placement: Placement, ep: int, tp: int, model: ModelSpec, recipe: Recipe) -> NDArray[np.float64]:
+    held_bytes = [
+        (h.dense + h.expert) * (recipe.weight + recipe.gradient) + h.updated * recipe.optimizer
+        for h in _holdings(placement, ep, tp, model)
+    ]
+    return np.array(held_bytes) / GIB
+
+
+def held_layers(layout: Layout, model: ModelSpec) -> NDArray[np.int64]:
+    """Layers of either side and kind that every worker holds: [(attention, FFN), (dense, MoE), workers]."""
+    return _held_layers(layout.placement, model)
+
+
+@lru_cache(maxsize=LAYOUTS_KEPT)
+def _held_layers(placement: Placement, model: ModelSpec) -> NDArray[np.int64]:
+    holds = _held(placement, model)
+    moe = np.array([model.is_moe(layer) for layer in range(model.layers)])
+    return np.stack([[(side & ~moe).sum(axis=1), (side & moe).sum(axis=1)] for side in (holds.attn, holds.ffn)])
+
+
 def peak_static_gib(layout: Layout, model: ModelSpec) -> float:
     """The fullest GPU's static memory; a bound that no plan can go below."""
     return max(m.total_gib for m in static_memory(layout, model))

@@ -8,7 +8,7 @@ the Program. Communicators count towards the peak and stay apart from
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,11 +23,12 @@ from disagmoe.plan.memory import (
     RECIPES,
     Recipe,
     StaticMemory,
-    held,
+    held_layers,
+    static_gib,
     static_memory,
 )
 from disagmoe.plan.memory_load import in_frames, worker_bytes
-from disagmoe.plan.memory_tables import DYNAMIC
+from disagmoe.plan.memory_tables import DYNAMIC, WorkerBytes
 from disagmoe.plan.memory_timeline import Levels, levels, peak_bytes
 from disagmoe.plan.plan import Layout
 from disagmoe.plan.program import Program
@@ -182,31 +183,38 @@ def lower_bound_gib(
     (of a pool's worker, its side of them) that its order makes this worker hold at once.
     """
     policy = Recompute.of(layout.options)
-    static = static_memory(layout, model, recipe=_recipe(workload.optimizer if optimizer is None else optimizer))
+    recipe = _recipe(workload.optimizer if optimizer is None else optimizer)
     nbytes = worker_bytes(layout, model, workload, policy, frames=False)
-    holds = held(layout, model)
-    moe = np.array([model.is_moe(layer) for layer in range(model.layers)])
-    # [(attention, FFN), (dense, MoE), workers]: layers of each side and kind that a worker holds.
-    counts = np.stack([[(side & ~moe).sum(axis=1), (side & moe).sum(axis=1)] for side in (holds.attn, holds.ffn)])
-    most = 0.0
-    for index, (fixed, of) in enumerate(zip(static, nbytes, strict=True)):
-        kept, least, once = 0.0, float("inf"), 0.0
-        for kind in (0, 1):
-            there = counts[:, kind, index]
-            sides = (
-                of.layers[kind].attention.kept if policy.attention == "full" else of.layers[kind].attention.saved,
-                of.layers[kind].ffn.kept if policy.ffn == "full" else of.layers[kind].ffn.saved,
-            )
-            whole = sum(each for each, layers in zip(sides, there, strict=True) if layers)
-            kept += sum(each * float(layers) for each, layers in zip(sides, there, strict=True))
-            once += float(there.max())
-            least = min(least, whole) if there.any() else least
-        # A planner may know how many layers its order makes a worker hold at once.
-        at_once = float(layout.options.get(f"in_flight_{layout.placement.workers[index].name}", once))
-        if at_once > once > 0.0:
-            kept += (at_once - once) * least
-        most = max(most, fixed.total_gib + kept / GIB)
-    return most
+    fixed, counts = static_gib(layout, model, recipe), held_layers(layout, model)
+    same: dict[int, list[int]] = {}
+    for index, of in enumerate(nbytes):
+        same.setdefault(id(of), []).append(index)
+    kept = np.empty(len(nbytes))
+    for workers in same.values():
+        at = slice(None) if len(workers) == len(nbytes) else workers
+        kept[at] = _kept_bytes(nbytes[workers[0]], policy, counts[..., at], _at_once(layout, workers))
+    return float((fixed + kept / GIB).max())
+
+
+def _at_once(layout: Layout, workers: Sequence[int]) -> FloatArray:
+    """Layers that a planner knows its order to make each of these workers hold; 0 where it says nothing."""
+    names = [f"in_flight_{layout.placement.workers[index].name}" for index in workers]
+    return np.array([float(layout.options.get(name, 0.0)) for name in names])
+
+
+def _kept_bytes(of: WorkerBytes, policy: Recompute, counts: NDArray[np.int64], at_once: FloatArray) -> FloatArray:
+    """Bytes that workers of one sort keep, [workers]; `counts` [sides, (dense, MoE), workers] are their layers."""
+    kept, once, least = np.zeros(at_once.shape), np.zeros(at_once.shape), np.full(at_once.shape, np.inf)
+    for layer, there in zip(of.layers, (counts[:, 0], counts[:, 1]), strict=True):
+        attention = layer.attention.kept if policy.attention == "full" else layer.attention.saved
+        experts = layer.ffn.kept if policy.ffn == "full" else layer.ffn.saved
+        kept += attention * there[0] + experts * there[1]
+        once += there.max(axis=0)
+        whole = attention * (there[0] > 0) + experts * (there[1] > 0)
+        least = np.where(there.any(axis=0), np.minimum(least, whole), least)
+    more = np.where((at_once > once) & (once > 0.0), at_once - once, 0.0)
+    kept += more * np.where(more > 0.0, least, 0.0)
+    return kept
 
 
 def _check_policy(layout: Layout, program: Program, policy: Recompute) -> None:

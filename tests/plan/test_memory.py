@@ -8,6 +8,7 @@ import pytest
 
 from baselines import get_system
 from baselines.megatron import Megatron1F1B
+from disagmoe.cost.recompute import Recompute
 from disagmoe.plan.memory import (
     GEMM_WORKSPACE_BYTES,
     GIB,
@@ -17,9 +18,11 @@ from disagmoe.plan.memory import (
     static_memory,
     workspace_bytes,
 )
+from disagmoe.plan.memory_load import worker_bytes
 from disagmoe.plan.memory_report import lower_bound_gib, peak_gib
+from disagmoe.plan.plan import Layout
 from disagmoe.specs import parameters
-from disagmoe.system import NotApplicable, recompute_levels
+from disagmoe.system import NotApplicable, Problem, recompute_levels, variants_of
 from disagmoe.systems import DisagMoE
 from tests.problems import problem
 
@@ -110,6 +113,52 @@ def test_precision_aware_states_take_half() -> None:
     assert light.optimizer_gib == pytest.approx(full.optimizer_gib / 2)
     assert (light.weights_gib, light.gradients_gib) == (full.weights_gib, full.gradients_gib)
     assert sum(full.parts.values()) == full.total_gib
+
+
+def slow_bound_gib(layout: Layout, pr: Problem) -> float:
+    """The bound worker by worker and layer by layer."""
+    policy, model = Recompute.of(layout.options), pr.model
+    placement, most = layout.placement, 0.0
+    of_worker = worker_bytes(layout, model, pr.workload, policy, frames=False)
+    for index, (fixed, of) in enumerate(zip(static_memory(layout, model), of_worker, strict=True)):
+        kept, least = 0.0, float("inf")
+        counts = {False: [0, 0], True: [0, 0]}
+        for layer in range(model.layers):
+            moe, whole, holds = model.is_moe(layer), 0.0, False
+            sides = (
+                (placement.attn[layer], of.layers[moe].attention, policy.attention),
+                (placement.ffn[layer], of.layers[moe].ffn, policy.ffn),
+            )
+            for side, (holder, op, mode) in enumerate(sides):
+                if index in placement.holders(holder):
+                    each = op.kept if mode == "full" else op.saved
+                    counts[moe][side] += 1
+                    kept, whole, holds = kept + each, whole + each, True
+            least = min(least, whole) if holds else least
+        once = sum(max(pair) for pair in counts.values())
+        more = float(layout.options.get(f"in_flight_{placement.workers[index].name}", once)) - once
+        kept += more * least if more > 0 and once else 0.0
+        most = max(most, fixed.total_gib + kept / GIB)
+    return most
+
+
+@pytest.mark.parametrize("name", ["megatron_1f1b", "comet", "dualpipe", "disagmoe", "disagmoe_plus"])
+@pytest.mark.parametrize("model", ["deepseek_moe", "gpt_oss_20b"])
+def test_the_bound_is_that_of_the_slow_rule(name: str, model: str) -> None:
+    system = variants_of(get_system(name), "uniform")[0].system
+    pr = problem(model, ep=8, global_batch=256, transport="m2n_rdma", merge="node")
+    checked = 0
+    for candidate in list(system.candidates(pr))[::11]:
+        for extra in recompute_levels(system):
+            try:
+                layout = system.layout(pr, {**candidate, **extra})
+            except NotApplicable:
+                continue
+            assert lower_bound_gib(layout, pr.model, pr.workload) == pytest.approx(
+                slow_bound_gib(layout, pr), rel=1e-12
+            )
+            checked += 1
+    assert checked > 2
 
 
 @pytest.mark.parametrize("name", ["megatron_1f1b", "megatron_1f1b_overlap", "tutel", "disagmoe"])
