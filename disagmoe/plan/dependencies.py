@@ -37,7 +37,7 @@ The order of a stream is not a data dependency and is not in the Graph.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,12 +118,8 @@ def build_graph(program: Program) -> Graph:
     waits = np.flatnonzero(is_wait(program))
     ops.phase[node[waits]] = _NO_PHASE
     of_head, edges = spread_head_edges(program, first_row)
-    edges += [
-        _chain_edges(ops, ~of_head),
-        *_recompute_edges(ops),
-        _weight_edges(ops),
-        *_step_end_edges(ops, program.early_gather),
-    ]
+    edges += _microbatch_edges(program, ops, first_row, ~of_head)
+    edges += _step_end_edges(ops, program.early_gather)
     edges.append(_admission_edges(program, node))
     if waits.size:
         edges += _wait_edges(program, waits, node, second_row)
@@ -248,6 +244,30 @@ def chain_position(kind: LongArray, layer: LongArray, n_layers: int) -> LongArra
     """Place of an operation in the forward chain of its micro-batch, counted from 0."""
     at = np.where(kind == int(Kind.EMBED), -1, np.where(kind == int(Kind.HEAD), n_layers, layer))
     return (at + 1) * _POSITIONS + _OFFSET[kind]
+
+
+def _microbatch_edges(program: Program, ops: _Ops, first_row: IntArray, members: BoolArray) -> list[Edges]:
+    """What operations of one micro-batch wait for; worked out on the first where every one has the same rows.
+
+    `members` [nodes] take part in the chain.
+    """
+    inside, count = np.flatnonzero(ops.microbatch >= 0), program.n_microbatches
+    sort = program.sorts.of[first_row[inside]]
+    number = np.cumsum(np.bincount(sort, minlength=len(program.sorts.sample)) > 0) - 1
+    at = np.full((int(number[-1]) + 1 if number.size else 0, count), -1, dtype=np.int64)
+    outside = _CHAIN[ops.kind].sum() > _CHAIN[ops.kind[inside]].sum()
+    if at.size != inside.size or outside or ops.microbatch.max(initial=0) >= count:
+        return _edges_inside(ops, members)
+    at[number[sort], ops.microbatch[inside]] = inside
+    if (at < 0).any():  # one operation twice, another one missing
+        return _edges_inside(ops, members)
+    first = at[:, 0]
+    one = _Ops(*(getattr(ops, column.name)[first] for column in fields(ops)))
+    return [(at[src].reshape(-1), at[dst].reshape(-1)) for src, dst in _edges_inside(one, members[first])]
+
+
+def _edges_inside(ops: _Ops, members: BoolArray) -> list[Edges]:
+    return [_chain_edges(ops, members), *_recompute_edges(ops), _weight_edges(ops)]
 
 
 def _chain_edges(ops: _Ops, members: BoolArray) -> Edges:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from baselines import get_system
 from disagmoe.ops import RECV_STREAMS, SEND_STREAMS, Kind, Op, Phase, Stream
+from disagmoe.plan import dependencies
 from disagmoe.plan.dependencies import PlanError, build_graph
 from disagmoe.plan.program import Program, Row
 from disagmoe.plan.text import from_text, row_token
+from disagmoe.system import NotApplicable, recompute_levels, variants_of
 from tests.plan.handwritten import COLOCATED, DISAGGREGATED, SPLIT, STAGES, TUTEL, edited
+from tests.problems import problem
 
 Named = set[tuple[str, str]]
 
@@ -257,3 +262,42 @@ def test_equal_programs_give_equal_graphs() -> None:
     first, second = build_graph(from_text(DISAGGREGATED)), build_graph(from_text(DISAGGREGATED))
     for name in ("node", "succ_ptr", "succ", "indegree", "first_row", "second_row"):
         assert getattr(first, name).tobytes() == getattr(second, name).tobytes()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(["megatron_1f1b", "megatron_1f1b_overlap", "tutel", "comet", "dualpipe", "disagmoe"]),
+    pick=st.integers(0, 10_000),
+    lost=st.one_of(st.none(), st.integers(0, 10_000)),
+)
+def test_edges_of_one_micro_batch_stand_for_all_where_all_are_alike(name: str, pick: int, lost: int | None) -> None:
+    """And where one lacks a row, or has another's, every micro-batch is looked at."""
+    pr = problem("tiny", ep=8, global_batch=128)
+    system = variants_of(get_system(name), "uniform")[0].system
+    listed = list(system.candidates(pr))
+    levels = recompute_levels(system)
+    try:
+        layout = system.layout(pr, {**listed[pick % len(listed)], **levels[pick % len(levels)]})
+        program = system.program(pr, layout)
+    except NotApplicable:
+        assume(False)
+    if lost is not None:
+        changed = program.microbatch.copy()
+        row = int(np.flatnonzero(program.peer < 0)[lost % int((program.peer < 0).sum())])
+        changed[row] = (changed[row] + 1) % program.n_microbatches
+        program = replace(program, microbatch=changed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "disagmoe.plan.dependencies._microbatch_edges",
+            lambda _, ops, __, members: dependencies._edges_inside(ops, members),
+        )
+        slow = graph_or_error(program)
+    assert graph_or_error(program) == slow
+
+
+def graph_or_error(program: Program) -> tuple[object, ...]:
+    try:
+        graph = build_graph(program)
+    except PlanError as error:
+        return ("error", str(error))
+    return tuple(getattr(graph, name).tolist() for name in ("node", "succ_ptr", "succ", "indegree", "first_row"))
