@@ -4,8 +4,9 @@ Decides the cells: models by lengths, by exchange (each system's own transport, 
 for all), by calibration and by batch. In a cell a switch is on and all others are
 off (`switch_trials.py` says which plans it gets), or all are as they are shipped; its
 gain is `disagmoe`'s step over its own. Cells of `totals` and of other batches have
-the search and `disagmoe` only: they count what is won at equal transport. Cells
-with one transport for all also ask the baselines with a `replay` they do not have by
+the search and `disagmoe` only: they count what is won at equal transport; at another
+batch both try the best plans of the default one too, as their searches look at less
+where Programs are large. Cells with one transport for all also ask the baselines with a `replay` they do not have by
 default, and bound what any mix of both forms could take.
 """
 
@@ -19,7 +20,8 @@ from baselines.registry import system_options
 from bench.ablation_points import bounds, compared, point
 from bench.axes import sequences, with_options
 from bench.comparison import OWN_SYSTEM
-from bench.config import RunConfig
+from bench.config import PLANS_FROM, RunConfig
+from bench.evaluate import Row
 from bench.kept_answers import kept
 from bench.points import Answer, Task, answers, asked
 from bench.sensitivity import Progress, based, competitors
@@ -122,6 +124,10 @@ def first_tasks(config: RunConfig, cell: Cell) -> dict[str, Task]:
         task = searched(cell.config, cell.text, switch, config.study.plans)
         if task is not None:
             found[switch] = task
+    if cell.times != 1.0:
+        for name in (OWN_SYSTEM, ALL):
+            there = replace(found[name].config, plans_from=PLANS_FROM[0])
+            found[f"{name} again"] = asked(f"{found[name].name} again", there, found[name].system)
     return found
 
 
@@ -162,12 +168,12 @@ Answers = Mapping[str, tuple[Answer, ...]]
 def _points(config: RunConfig, cell: Cell, found: Answers, on_split: Answers) -> Iterator[dict[str, Any]]:
     names = [name for name in competitors(config) if name != OWN_SYSTEM]
     rivals = [one.row for name in names for one in found[name]]
-    plain = found[OWN_SYSTEM][0].row
+    plain = fastest(NONE, found[OWN_SYSTEM][0].row, _rows(found, OWN_SYSTEM))
     beside = compared(cell.config, cell.at, plain, rivals)
     yield point(beside, "switch", NONE, plain)
     for switch in cell.switches:
-        replies = [*found.get(switch, ()), *on_split.get(switch, ())]
-        yield point(beside, "switch", switch, fastest(switch, plain, [one.row for one in replies]))
+        rows = [*_rows(found, switch), *_rows(on_split, switch)]
+        yield point(beside, "switch", switch, fastest(switch, plain, rows))
     for row in rivals:
         yield point(beside, "system", str(row["system"]), row)
     for name in names:
@@ -175,3 +181,8 @@ def _points(config: RunConfig, cell: Cell, found: Answers, on_split: Answers) ->
             yield point(beside, "replay", name, one.row)
     if cell.exchange != NATIVE and cell.times == 1.0:
         yield from bounds(cell.config, beside)
+
+
+def _rows(found: Answers, name: str) -> list[Row]:
+    """What was answered under a name, and where it was asked again."""
+    return [one.row for key in (name, f"{name} again") for one in found.get(key, ())]

@@ -26,7 +26,7 @@ WORDS = ("model", "axis", "setting", "status", "reason", "bound_by")
 COUNTS = ("seq", "microbatches")
 NUMBERS = ("step_s", "exposed_s", "bubble_s", "bound_ratio", "needed_gib")
 SHAPE = (
-    *("form", "schedule", "pp", "virtual", "parts", "p", "dp", "A:F", "F_groups", "layers_apart", "layers"),
+    *("form", "schedule", "pp", "virtual_stages", "parts", "p", "dp", "A:F", "F_groups", "layers_apart", "layers"),
     *("recompute", "recompute_attention", "recompute_ffn"),
 )
 """What is kept of a plan."""

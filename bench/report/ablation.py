@@ -46,7 +46,8 @@ def effort(record: Record) -> str:
     return (
         "disagmoe, the baselines and `all` are tuned in full in every cell. A switch alone is tried on the split that"
         " disagmoe chose there, with every refinement the planner has for it; free_groups, shared_nodes, other_depths"
-        f" and hybrid, which are about the split, are searched for {anew} too, and the faster plan counts."
+        f" and hybrid, which are about the split, are searched for {anew} too, and the faster plan counts. At another"
+        " batch disagmoe and `all` try their best plans of the default batch too."
     )
 
 

@@ -109,7 +109,7 @@ def redone(plan: Mapping[str, Any]) -> str:
 def form_text(plan: Mapping[str, Any]) -> str:
     """How a plan divides the GPUs."""
     if "schedule" in plan:
-        virtual = f" × {plan['virtual']}" if plan.get("virtual") not in (None, 1, "1") else ""
+        virtual = f" × {plan['virtual_stages']}" if str(plan.get("virtual_stages", 1)) != "1" else ""
         return f"{plan['schedule']}, pp {plan['pp']}{virtual}, {plan['parts']} part{'s' * (str(plan['parts']) != '1')}"
     if "A:F" in plan:
         return f"apart, {plan['dp']} rings of {plan['p']} × {plan['A:F']} GPUs"

@@ -47,10 +47,11 @@ class DisagMoEPlus:
     first, weight gradients later. `look_ahead`: a window over the order, re-recorded.
     `free_groups`: experts per group not bound to the EP size asked for (auto: only
     where none is asked for). `balanced_map`: layers of different cost dealt evenly to
-    A-groups. `shared_nodes`: both pools of a stage on the same nodes. `other_depths`:
-    more or fewer F-groups than A-groups. `early_gather`: updated parameters gathered
-    during the next forward. `hybrid`: attention and experts together (on: only so).
-    What loses in the median of the shipped models and lengths is off unless asked for.
+    A-groups. `shared_nodes`: both pools of a stage on the same nodes (on: only so; else
+    a rule for NICs among others, as for `disagmoe`). `other_depths`: more or fewer
+    F-groups than A-groups. `early_gather`: updated parameters gathered during the next
+    forward. `hybrid`: attention and experts together (on: only so). What loses in the
+    median of the shipped models and lengths is off unless asked for.
     """
 
     spread_head: str = "auto"
@@ -58,7 +59,7 @@ class DisagMoEPlus:
     look_ahead: str = "auto"
     free_groups: str = "auto"
     balanced_map: str = "off"
-    shared_nodes: str = "auto"
+    shared_nodes: str = "off"
     other_depths: str = "off"
     early_gather: str = "auto"
     hybrid: str = "auto"

@@ -86,9 +86,10 @@ def record(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def answers(tasks: Sequence[Task], *_: Any) -> list[tuple[Answer, ...]]:
         found = []
         for task in tasks:
-            what = task.name.split()[-1]
+            what = task.name.removesuffix(" again").split()[-1]
             lost = what == "hybrid" and task.config.workload.seq == 512
-            step = STEPS[what] * (3.9 if "batch 4x" in task.name else 1.0)
+            times = 3.8 if task.config.plans_from else 3.9 if "batch 4x" in task.name else 1.0
+            step = STEPS[what] * times
             own = row(task.system, None if lost else step, "oom" if lost else "ok")
             numbers = {} if lost else {"bound_ratio": step / 4.0, "bound_by": "NVLink", "exposed_comm_s": 1.0}
             found.append((Answer({**own, **numbers}, ({"n": 3, "nics": "halves"},)),))
@@ -158,7 +159,7 @@ def test_tables_of_bounds_batches_and_replays(record: dict[str, Any]) -> None:
         "dualpipe_v": ("1.750×",) * 2,
     }
     (near,) = near_grid(record, place._replace(batch=4.0)).cells
-    assert (near[2], near[4], near[6]) == ("1.250×", "4.875×", "5 %")
+    assert (near[2], near[4], near[6]) == ("1.250×", "4.750×", "5 %")
     assert replay_grid(record, place).cells[1] == ("tiny 4K", "1.200×", "dualpipe_v", "5.4", "1.080×")
     assert [line[0] for line in mix_grid(record, place).cells] == ["tiny 512", "tiny 4K"]
 
