@@ -27,7 +27,7 @@ from bench.report.columns import DASH
 from bench.report.facts import ORIGIN, finite
 from bench.report.grid import Grid
 from bench.report.heat import draw_cells, gain_norm
-from bench.report.style import canvas, drawing, footer, headline, save
+from bench.report.style import axes_at, canvas, drawing, footer, headline, save
 from bench.report.text import length
 
 READ = (
@@ -120,9 +120,10 @@ def _map(columns: Sequence[Cell], lines: Sequence[str], points: Sequence[Sequenc
         [_short(point) if gain is None else f"{gain:.2f}" for point, gain in zip(line, values, strict=True)]
         for line, values in zip(upwards, gains, strict=True)
     ]
-    width, height = 2.7 + 0.72 * len(columns), 1.75 + 0.32 * len(lines)
+    across, down = 0.84 * len(columns), 0.32 * len(lines)
+    width, height = 2.2 + across + 0.5, 1.75 + down
     figure = canvas(width, height)
-    axes = figure.add_axes((2.0 / width, 0.95 / height, 0.72 * len(columns) / width, 0.32 * len(lines) / height))
+    axes = axes_at(figure, 2.2, 0.95, across, down)
     draw_cells(axes, gains, texts, gain_norm(gain for line in gains for gain in line), 7.5)
     axes.set_yticks(range(len(titles)), titles)
     axes.set_xticks(range(len(columns)), [f"{model}\n{length(seq)}" for model, seq in columns], fontsize=7)
