@@ -107,13 +107,15 @@ def draw(record: Record, folder: Path = PICTURES) -> list[Path]:
 
 
 def newest(results_dir: Path) -> Results | None:
-    """The newest whole study with the shipped axes; None where there is none."""
-    shipped = yaml.safe_load(PRESET.read_text(encoding="utf-8"))["study"]["axes"]
+    """The newest whole study of what is shipped; None where there is none."""
+    shipped = yaml.safe_load(PRESET.read_text(encoding="utf-8"))["study"]
     found = []
     for directory in sorted(results_dir.glob("plus_ablation_*")):
         record = load_study(directory)
         axes = {entry["axis"]: list(entry["settings"]) for entry in record["axes"]}
-        if axes == shipped and not record["settings"]:
+        also = [model["name"] for model in record["models"][1:]]
+        asked = (axes, also, record["plans"])
+        if asked == tuple(shipped[key] for key in ("axes", "also", "plans")) and not record["settings"]:
             found.append(record)
     return max(found, key=lambda record: str(record["run"]["created"]), default=None)
 
