@@ -79,14 +79,18 @@ def evaluate(config: RunConfig, progress: Progress | None = None) -> Evaluation:
     costs = cost_model(config)
     backend = backend_of(config)
     asked = [(view, name) for view in config.views for name in _with_reference(config.systems)]
+    # The larger search spaces stand last in the list of systems.
+    longest_first = sorted(range(len(asked)), key=lambda i: -_with_reference(config.systems).index(asked[i][1]))
     found = in_order(
-        [partial(_rows_of, config, costs, name, view) for view, name in asked], 1 if config.debug else None
+        [partial(_rows_of, config, costs, name, view) for view, name in asked],
+        1 if config.debug else None,
+        start=longest_first,
+        report=lambda i: report("{}: {}".format(*asked[i])),
     )
     rows: list[Row] = []
     outcomes: list[Outcome] = []
-    for view, name in asked:
-        report(f"{view}: {name}")
-        for row, outcome in next(found):
+    for listed in found:
+        for row, outcome in listed:
             rows.append(row)
             outcomes.append(outcome)
     executed = Executed(rows, outcomes)

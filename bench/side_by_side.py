@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 Result = TypeVar("Result")
 MOST = 4
@@ -19,17 +19,36 @@ MOST = 4
 _work: Sequence[Callable[[], object]] = ()
 
 
-def in_order(work: Sequence[Callable[[], Result]], processes: int | None = None) -> Iterator[Result]:
-    """Results of `work`, in order, as they become known; in this process where only one is of use."""
+def in_order(
+    work: Sequence[Callable[[], Result]],
+    processes: int | None = None,
+    *,
+    start: Sequence[int] | None = None,
+    report: Callable[[int], None] | None = None,
+) -> Iterator[Result]:
+    """Results of `work`, in order, as they become known; in this process where only one is of use.
+
+    `start` numbers the pieces in the order in which processes take them (the longest first, so that none
+    waits for it at the end). `report` is told of a piece when this process begins it or another has done it.
+    """
+    tell = report or (lambda index: None)
     wanted = min(processes or _cores(), len(work), MOST)
     if wanted <= 1 or multiprocessing.parent_process() is not None or "fork" not in _methods():
-        for piece in work:
+        for index, piece in enumerate(work):
+            tell(index)
             yield piece()
         return
     global _work
     _work = work
+    started, known = list(range(len(work)) if start is None else start), dict[int, Result]()
     with multiprocessing.get_context("fork").Pool(wanted, initializer=_deaf) as pool:  # leaving it ends the processes
-        yield from pool.imap(_do, range(len(work)))
+        results = zip(started, pool.imap(_do, started), strict=True)
+        for index in range(len(work)):
+            while index not in known:
+                number, result = next(results)
+                known[number] = cast(Result, result)
+                tell(number)
+            yield known.pop(index)
 
 
 def _cores() -> int:

@@ -30,8 +30,9 @@ def gather_early(program: Program) -> Program:
     if program.early_gather or not at_end.any():
         return program
     table = program.table()
-    used = among(program.kind, _USES) & (program.phase == int(Phase.F))
-    places = np.unique(np.stack([program.worker[used], program.layer[used]], axis=1), axis=0)
+    sample = program.sorts.sample
+    used = among(sample.kind, _USES) & (sample.phase == int(Phase.F))
+    places = np.unique(np.stack([sample.worker[used], sample.layer[used]], axis=1), axis=0)
     places = places[np.isin(places[:, 0], program.worker[at_end])]
     same = {"stream": Stream.SYNC, "kind": Kind.GRAD_SYNC, "phase": Phase.F, "chunk": 0, "replica": 0}
     rows = np.array([[int(same.get(name, -1)) for name in COLUMNS]] * places.shape[0], dtype=np.int32)

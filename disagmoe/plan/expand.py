@@ -95,11 +95,11 @@ def step_tail(worker: int, order: StageOrder, layers: Mapping[int, Sequence[int]
     gradient last (layer -1). Then the optimizer runs and the updated parameters
     are gathered.
     """
-    backward = np.flatnonzero(order.phase == Phase.B)
-    last = {int(order.chunk[i]): int(i) for i in backward}
+    latest_first = order.chunk[order.phase == Phase.B][::-1]
+    chunks, latest = np.unique(latest_first, return_index=True)
     rows = [
         TailRow(worker, Stream.SYNC, Kind.GRAD_SYNC, Phase.B, layer)
-        for c in sorted(last, key=last.__getitem__)
+        for c in chunks[np.argsort(-latest)].tolist()
         for layer in reversed(layers.get(c, ()))
     ]
     if shared:

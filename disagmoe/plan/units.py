@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from disagmoe.graph_kernels import distinct_rows
 from disagmoe.ops import Kind, Phase, Stream
 from disagmoe.plan.expand import TailRow, packed
 from disagmoe.plan.program import COLUMNS, Program, among
@@ -180,13 +181,12 @@ def expand_units(
     units they name, `tail` rows (micro-batch -1) after everything.
     """
     worker, joined = _join(orders)
-    columns = np.stack([worker, joined.forward, joined.phase, joined.backward], axis=1)
-    keys, kind_of = np.unique(columns, axis=0, return_inverse=True)
-    templates = [template(UnitKey(*(int(x) for x in key))) for key in keys]
+    columns = np.stack([worker, joined.forward, joined.phase, joined.backward])
+    kind_of, first = distinct_rows(columns)
+    templates = [template(UnitKey(*key)) for key in columns[:, first].T.tolist()]
     cells = packed((c for t in templates for c in t), len(UnitCell._fields))
     length = np.array([len(t) for t in templates])
     start = np.cumsum(length) - length
-    kind_of = kind_of.reshape(-1)
     repeat = length[kind_of]
     unit = np.repeat(np.arange(worker.shape[0]), repeat)
     # Row i of a unit's block is cell start + i of its template.

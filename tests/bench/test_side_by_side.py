@@ -35,6 +35,14 @@ def test_results_come_in_the_order_asked_for(processes: int) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
+def test_pieces_are_started_as_asked_and_told_of_once(processes: int) -> None:
+    told: list[int] = []
+    found = in_order([partial(square, x) for x in range(5)], processes, start=[4, 2, 0, 1, 3], report=told.append)
+    assert [value for value, _ in found] == [x * x for x in range(5)]
+    assert told == (list(range(5)) if processes == 1 else [4, 2, 0, 1, 3])
+
+
+@pytest.mark.parametrize("processes", [1, 2])
 def test_an_error_reaches_the_caller(processes: int) -> None:
     results = in_order([partial(square, 1), fail, partial(square, 2)], processes)
     assert next(results)[0] == 1
