@@ -144,7 +144,11 @@ def _serial_s(prices: LayoutCosts) -> list[float]:
 
 
 def _overlapped_s(prices: LayoutCosts) -> list[float]:
-    """Per worker: the longer of its compute and its exchange, with what is repeated of both."""
+    """Per worker: its compute and its exchange, with what is repeated of both, and the wait for the first micro-batch.
+
+    An exchange inside a worker hides behind compute at the price of slowing it down; between pools the busier
+    of the two is all there need be.
+    """
     layout, placement = prices.layout, prices.layout.placement
     compute, exchange = ([0.0] * len(placement.workers) for _ in range(2))
 
@@ -163,7 +167,42 @@ def _overlapped_s(prices: LayoutCosts) -> list[float]:
         add(compute, placement.embed, prices.op(Kind.EMBED, phase, -1).seconds)
         for head in placement.heads:
             add(compute, head, prices.op(Kind.HEAD, phase, -1).seconds)
-    return [max(pair) * layout.batch.microbatches for pair in zip(compute, exchange, strict=True)]
+    if placement.disaggregated:
+        return [max(pair) * layout.batch.microbatches for pair in zip(compute, exchange, strict=True)]
+    work = (_side_by_side_s(prices, c, x) * layout.batch.microbatches for c, x in zip(compute, exchange, strict=True))
+    return [waits + busy for waits, busy in zip(_first_arrival_s(prices), work, strict=True)]
+
+
+def _side_by_side_s(prices: LayoutCosts, compute: float, exchange: float) -> float:
+    """Least time of both on one worker, overlapped as far as that pays; as in `contended_s`."""
+    factors = prices.costs.contention(prices.layout.transport)
+    gain = max(0.0, 1.0 / factors.compute + 1.0 / factors.comm - 1.0)
+    return compute + exchange - gain * min(factors.compute * compute, factors.comm * exchange)
+
+
+def _first_arrival_s(prices: LayoutCosts) -> list[float]:
+    """Per worker: when the first micro-batch can be there; 0 where micro-batches come from both ends.
+
+    Its operations wait for each other, but for the parts of an exchange, which may all be hidden.
+    """
+    layout, placement = prices.layout, prices.layout.placement
+    arrival = [0.0] * len(placement.workers)
+    if placement.mirror:
+        return arrival
+    whole, now = layout.chunks == 1, prices.op(Kind.EMBED, Phase.F, -1).seconds
+    kinds = (Kind.ATTN, Kind.DISPATCH, Kind.COMBINE) if whole else (Kind.ATTN,)
+    alone = {
+        layer: sum(prices.op(kind, Phase.F, layer).seconds for kind in kinds) + experts_s(prices, layer, Phase.F)
+        for layer in sorted(set(prices.costs.like))
+    }
+    seen = {placement.attn[0]}
+    for layer, like in enumerate(prices.costs.like):
+        worker = placement.attn[layer]
+        if worker not in seen:
+            seen.add(worker)
+            arrival[worker] = now
+        now += alone[like]
+    return arrival
 
 
 def _busy_s(prices: LayoutCosts, layer: int) -> tuple[float, float, float]:
@@ -173,7 +212,8 @@ def _busy_s(prices: LayoutCosts, layer: int) -> tuple[float, float, float]:
 
     def moved(kind: Kind) -> float:
         phases = (*_PHASES, Phase.R) if kind in again else _PHASES
-        return sum(prices.op(kind, phase, layer).seconds for phase in phases)
+        parts = prices.layout.chunks if kind is not Kind.ATTN and prices.model.is_moe(layer) else 1
+        return parts * sum(prices.op(kind, phase, layer).seconds for phase in phases)
 
     attention = moved(Kind.ATTN)
     experts = sum(experts_s(prices, layer, phase) for phase in _PHASES)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import pytest
+
+from baselines import get_system
 from baselines.megatron import Megatron1F1B
 from disagmoe.allocator import tune
 from disagmoe.plan.bounds import lower_bound_s
@@ -13,7 +16,7 @@ from disagmoe.plan.pricing import price
 from disagmoe.plan.program import Program
 from disagmoe.simulator import simulate
 from disagmoe.specs import parameters
-from disagmoe.system import Candidate, NotApplicable, Problem
+from disagmoe.system import Candidate, NotApplicable, Problem, recompute_levels
 from disagmoe.systems import DisagMoE
 from tests.problems import problem, small_cluster
 
@@ -52,6 +55,26 @@ def test_every_bound_is_below_its_step() -> None:
         for trial in timed:
             assert trial.bound_s is not None and trial.step_s is not None
             assert trial.bound_s <= trial.step_s
+
+
+@pytest.mark.parametrize("transport", ["nccl", "m2n_rdma"])
+@pytest.mark.parametrize("name", ["megatron_1f1b_overlap", "dualpipe", "dualpipe_v", "disagmoe_plus"])
+def test_bounds_of_plans_that_overlap_hold_with_contention(name: str, transport: str) -> None:
+    """Whatever a plan is made of: parts, recompute, windows, few micro-batches or many."""
+    for batch, model in ((64, "deepseek_moe"), (512, "tiny")):
+        merge = "none" if transport == "nccl" else "node"
+        pr = problem(model, ep=8, global_batch=batch, merge=merge, transport=transport)
+        system, checked = get_system(name), 0
+        for number, candidate in enumerate(list(system.candidates(pr))[::6]):
+            levels, variants = recompute_levels(system), [candidate, *list(system.refinements(pr, candidate))[::5]]
+            try:
+                layout = system.layout(pr, {**variants[number % len(variants)], **levels[number % len(levels)]})
+                plan = Plan(layout, system.program(pr, layout))
+            except NotApplicable:
+                continue
+            assert lower_bound_s(layout, pr.costs) <= step_of(pr)(plan) * (1 + 1e-12), (candidate, layout.options)
+            checked += 1
+        assert checked
 
 
 def test_the_plan_returned_is_the_one_that_was_timed() -> None:
