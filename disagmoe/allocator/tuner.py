@@ -172,12 +172,13 @@ class _Search:
         """Time candidates by rising lower bound, but for those that cannot be among the `keep` best."""
         timed = 0
         for level, trial in self._place(candidates, origin):
-            if (trial.bound_s or 0.0) >= self._beaten_from(keep):
+            beaten = self._beaten_from(keep)
+            if (trial.bound_s or 0.0) >= beaten:
                 self.trials.append(replace(trial, outcome="bound"))
             elif timed >= budget:
                 self.trials.append(replace(trial, outcome="budget"))
             else:
-                timed += self._settle(level, trial)
+                timed += self._settle(level, trial, beaten)
         self._layouts.clear()
 
     def _beaten_from(self, keep: int) -> float:
@@ -229,14 +230,18 @@ class _Search:
                 return level, needed
         return len(self.levels), needed
 
-    def _settle(self, level: int, trial: Trial) -> bool:
-        """Time a candidate with as little recompute as fits; True where a plan was timed."""
+    def _settle(self, level: int, trial: Trial, beaten: float) -> bool:
+        """Time a candidate with as little recompute as fits, unless its bound with that is `beaten`; True if timed."""
         timed = False
         programs: dict[frozenset[Kind], Program] = {}
         for extra in self.levels[level:]:
             candidate = {**trial.candidate, **extra}
             try:
                 layout = self._layout(candidate)
+                bound = lower_bound_s(layout, self.problem.costs)
+                if bound >= beaten:
+                    self.trials.append(replace(trial, candidate=candidate, outcome="bound", bound_s=bound))
+                    continue
                 repeated = Recompute.of(layout.options).repeated(disaggregated=layout.placement.disaggregated)
                 if repeated not in programs:  # what is redone inside a backward changes no order
                     programs[repeated] = self.system.program(self.problem, layout)
@@ -248,8 +253,8 @@ class _Search:
             if needed > self.limit_gib:
                 self.trials.append(replace(trial, candidate=candidate, outcome="memory", needed_gib=needed))
                 continue
-            done = replace(trial, candidate=candidate, outcome="timed", needed_gib=needed, step_s=self.step(plan))
-            timed = True
+            done = replace(trial, candidate=candidate, outcome="timed", needed_gib=needed, bound_s=bound)
+            done, timed = replace(done, step_s=self.step(plan)), True
             if self.best is None or (done.step_s or 0.0) < (self.best[0].step_s or 0.0):
                 if self.peak is not None:
                     done = replace(done, needed_gib=self.peak(plan))
