@@ -51,11 +51,12 @@ def write(record: Results, folder: Path = FOLDER) -> list[Path]:
 
 def _line(point: Mapping[str, Any]) -> dict[str, str]:
     """A point as texts; what it does not have is empty."""
-    plan = point.get("plan") or {}
+    told = point["axis"] not in ("system", "replay")  # of these only the numbers
+    plan = (point.get("plan") or {}) if told else {}
     shape = ";".join(f"{key}={plan[key]}" for key in SHAPE if key in plan)
     line = {key: str(point["at"][key]) for key in PLACE if key != "batch"}
     line |= {"batch": f"{point['at']['batch']:g}", "plan": shape}
-    line |= {key: str(point.get(key) or "") for key in WORDS}
+    line |= {key: str(point.get(key) or "") if told or key != "reason" else "" for key in WORDS}
     line |= {key: "" if point.get(key) is None else str(point[key]) for key in COUNTS}
     return line | {key: "" if finite(point.get(key)) is None else f"{point[key]:.6g}" for key in NUMBERS}
 

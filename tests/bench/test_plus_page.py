@@ -10,7 +10,7 @@ import pytest
 
 from bench import plus_page, plus_record
 from bench.ablation import conduct
-from bench.plus_page import blocks, newest, render
+from bench.plus_page import PAGE, blocks, newest, render
 from bench.report.ablation_cells import places
 from disagmoe.systems.disagmoe_plus import SWITCHES
 from tests.bench.test_ablation import MORE, record, study
@@ -59,3 +59,9 @@ def test_only_the_shipped_study_is_taken(tmp_path: Path, record: dict[str, Any])
     with pytest.raises(ValueError, match=r"study\.json cannot be read"):
         newest(tmp_path)
     assert conduct(study(**MORE), lambda name: None)["points"] == record["points"]
+
+
+def test_the_committed_page_is_made_of_the_committed_record() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert render(text, plus_record.read()) == text
+    assert sum(path.stat().st_size for path in plus_record.FOLDER.iterdir()) < 300_000
