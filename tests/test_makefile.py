@@ -108,10 +108,17 @@ def test_train_passes_its_options_on_and_fails_where_training_does(checkout: Pat
 
 
 @pytest.mark.parametrize(
-    "target", ["bench", "sweep", "sweep-paper", "sensitivity", "collect", "test", "test-slow", "lint"]
+    "target",
+    ["bench", "sweep", "sweep-paper", "sensitivity", "ablation", "plus-page", "collect", "test", "test-slow", "lint"],
 )
 def test_a_failing_command_fails_make(checkout: Path, target: str) -> None:
-    at = {"collect": "bench.collect", "test": "pytest", "test-slow": "pytest", "lint": "mypy"}.get(target, "bench")
+    at = {
+        "collect": "bench.collect",
+        "plus-page": "bench.plus_page",
+        "test": "pytest",
+        "test-slow": "pytest",
+        "lint": "mypy",
+    }.get(target, "bench")
     assert make(checkout, target).returncode == 0
     assert make(checkout, target, FAIL="3", FAIL_AT=at).returncode != 0
 
