@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import ceil
 
 from disagmoe.cost.comet import TileSplit
@@ -109,69 +110,65 @@ def colocated_layout(
     switches are those of the Layout.
     """
     p, v, b = int(candidate["pp"]), int(candidate["virtual"]), int(candidate["micro_batch"])
-    model = problem.model
     workers = pipeline_workers(problem, p)
     data_ranks = workers[0].gpus
-    batch = Batch(ceil(problem.workload.global_batch / (b * data_ranks)), b, data_ranks)
-    ep = int(candidate["ep"])
-    recompute = recompute_of(candidate)
-
-    def layout(stages: tuple[tuple[int, ...], ...]) -> Layout:
-        owner = [0] * model.layers
-        for stage, layers in enumerate(stages):
-            for layer in layers:
-                owner[layer] = stage % p
-        placement = Placement(
-            workers=workers,
-            attn=tuple(owner),
-            ffn=tuple(owner),
-            embed=0,
-            head=p - 1,
-        )
-        group = int(candidate["group"])
-        return Layout(
-            system=system,
-            variant=variant,
-            placement=placement,
-            batch=batch,
-            ep=ep,
-            transport=problem.transport,
-            merge=problem.merge,
-            chunks=chunks,
-            tiles=tiles,
-            capacity_padded=capacity_padded,
-            load=load,
-            two_level=two_level,
-            serial_exchange=not overlap,
-            options={
-                "pp": p,
-                "virtual": v,
-                "group": group,
-                "stages": ",".join(str(len(s)) for s in stages),
-                "in_flight_P0": _in_flight(p, v, batch.microbatches, group, [len(s) for s in stages]),
-                **recompute,
-            },
-            details={
-                "pp": p,
-                "virtual_stages": v,
-                "dp": data_ranks,
-                "ep": ep,
-                "micro_batch": b,
-                "group": group,
-                "layers_per_stage": f"{min(map(len, stages))}-{max(map(len, stages))}",
-                **recompute,
-            },
-        )
-
+    nowhere = (0,) * problem.model.layers
+    bare = Layout(
+        system=system,
+        variant=variant,
+        placement=Placement(workers, attn=nowhere, ffn=nowhere, embed=0, head=p - 1),
+        batch=Batch(ceil(problem.workload.global_batch / (b * data_ranks)), b, data_ranks),
+        ep=int(candidate["ep"]),
+        transport=problem.transport,
+        merge=problem.merge,
+        chunks=chunks,
+        tiles=tiles,
+        capacity_padded=capacity_padded,
+        load=load,
+        two_level=two_level,
+        serial_exchange=not overlap,
+    )
     ranks = interleaved_ranks(p, v)
     try:
-        even = layout(split_layers([1.0] * model.layers, ranks))
+        even = _dealt(bare, candidate, split_layers([1.0] * problem.model.layers, ranks))
     except ValueError as reason:
         raise NotApplicable(str(reason)) from reason
     loads, head, embed = loads_s(even, problem.costs, overlap=overlap)
     if candidate.get("split") == "count":
         loads = [sum(loads) / len(loads)] * len(loads)
-    return layout(split_layers(loads, ranks, head_load=head, embed_load=embed))
+    return _dealt(bare, candidate, split_layers(loads, ranks, head_load=head, embed_load=embed))
+
+
+def _dealt(bare: Layout, candidate: Candidate, stages: tuple[tuple[int, ...], ...]) -> Layout:
+    """The layout with its layers on the virtual stages, which go round the workers."""
+    p, v, group = (int(candidate[key]) for key in ("pp", "virtual", "group"))
+    owner = [0] * len(bare.placement.attn)
+    for stage, layers in enumerate(stages):
+        for layer in layers:
+            owner[layer] = stage % p
+    sizes, recompute = [len(layers) for layers in stages], recompute_of(candidate)
+    return replace(
+        bare,
+        placement=replace(bare.placement, attn=tuple(owner), ffn=tuple(owner)),
+        options={
+            "pp": p,
+            "virtual": v,
+            "group": group,
+            "stages": ",".join(map(str, sizes)),
+            "in_flight_P0": _in_flight(p, v, bare.batch.microbatches, group, sizes),
+            **recompute,
+        },
+        details={
+            "pp": p,
+            "virtual_stages": v,
+            "dp": bare.batch.data_ranks,
+            "ep": bare.ep,
+            "micro_batch": bare.batch.sequences,
+            "group": group,
+            "layers_per_stage": f"{min(sizes)}-{max(sizes)}",
+            **recompute,
+        },
+    )
 
 
 def pipeline_workers(problem: Problem, p: int) -> tuple[Worker, ...]:
