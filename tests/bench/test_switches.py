@@ -194,7 +194,7 @@ def test_the_command_runs_the_switches_that_mean_something(tmp_path: Path, monke
 @pytest.mark.parametrize("processes", [4, 8])
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_the_cut_of_every_switch_runs_on_real_processes(switch: str, processes: int) -> None:
-    """With slack for any host: the step lies between the simulations without and with contention."""
+    """No machine, however busy, makes a step or an operation shorter than modelled without contention."""
     cut = cut_of(switch, processes)
     one = np.ones_like(cut.pricing.slows_compute)
     alone = replace(cut.pricing, slows_compute=one, slowed_by_compute=one)
@@ -202,5 +202,7 @@ def test_the_cut_of_every_switch_runs_on_real_processes(switch: str, processes: 
     least = simulate(cut.plan.program, alone).step_s
     wall_s = 2.0 if processes == 4 else 4.0
     ran = run_cut(cut, processes, 1, warm_ups=0, pace=Pace(dilation=wall_s / most, slack_s=100.0 * most))
-    assert 0.95 * least < ran.best.timeline.step_s < 1.1 * most
+    timeline = ran.best.timeline
+    assert timeline.step_s > 0.95 * least
+    assert np.all(timeline.end_s - timeline.start_s >= 0.95 * alone.duration_s)
     assert ran.best.late_share == 0.0
