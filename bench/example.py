@@ -2,7 +2,8 @@
 
 Takes the newest runs from the results directory (make the sweep first), keeps
 the small files of them in results/example/, and rewrites the README's headline
-table between its markers, so that no number there is typed by hand.
+table between its markers, so that no number there is typed by hand. The newest
+cross-checks are kept too, where there are any.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ SHOWN_RUN = "qwen3_8192_simulate_"
 CALIBRATION = "h800"
 """The headline is of this calibration, at the default batch and with all settings as by default."""
 KEPT = ("table.md", "table.csv", "results.json", "speedup.png", "breakdown.png", "timeline_native_disagmoe.png")
+CROSSCHECKS = {"systems": "crosscheck_qwen3_8192_emulate_*", "switches": "crosscheck_switches_*"}
+"""Folder under crosscheck/ -> the runs of which the newest is kept."""
 BEGIN, END = "<!-- headline:begin (make example writes this) -->", "<!-- headline:end -->"
 MODELS = {"deepseek_moe": "DeepSeek-MoE (paper's Table 2)", "gpt_oss": "GPT-OSS-120B", "qwen3": "Qwen3-235B-A22B"}
 
@@ -68,6 +71,18 @@ def replace_block(text: str, block: str, begin: str = BEGIN, end: str = END) -> 
     return f"{before}{begin}\n\n{block}\n\n{end}{rest.split(end, 1)[1]}"
 
 
+def keep_crosschecks(results_dir: Path, target: Path) -> None:
+    """The page, the numbers and the parity plot of the newest cross-check of either kind; what is kept stays else."""
+    for kind, pattern in CROSSCHECKS.items():
+        runs = sorted(results_dir.glob(f"{pattern}/crosscheck.md"), key=lambda path: path.stat().st_mtime)
+        if not runs:
+            continue
+        folder = target / "crosscheck" / kind
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in (path for path in runs[-1].parent.iterdir() if path.suffix in (".md", ".csv", ".png")):
+            shutil.copy(path, folder / path.name)
+
+
 def main(results_dir: Path = ROOT / "results") -> None:
     runs = sorted(results_dir.glob(f"{SHOWN_RUN}*/speedup.png"), key=lambda path: path.stat().st_mtime)
     if not runs or not (results_dir / "summary.csv").exists():
@@ -88,6 +103,7 @@ def main(results_dir: Path = ROOT / "results") -> None:
         *results_dir.glob(f"by_sequence_speedup*_{CALIBRATION}.png"),
     ]:
         shutil.copy(path, target / ("by_sequence_speedup.png" if path.suffix == ".png" else path.name))
+    keep_crosschecks(results_dir, target)
     readme = ROOT / "README.md"
     readme.write_text(replace_block(readme.read_text(), headline(pd.read_csv(target / "summary.csv"))))
     print(f"wrote {target} and the headline table of {readme.name}")
