@@ -165,9 +165,7 @@ def _answer_region(config: RunConfig, question: Question) -> None:
     figure = region_figure(result)
     picture = _write(config, f"{stem}.png", lambda path: save(figure, path))
     table = _write(config, f"{stem}.csv", lambda path: write_csv(path, result))
-    print(
-        f"disaggregation does not pay at {result.losses} of {len(result.lines)} points ({result.lines[0]['view']} view)"
-    )
+    print(result.verdict)
     print(f"map: {picture}\nnumbers: {table}")
 
 

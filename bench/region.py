@@ -68,9 +68,13 @@ class Region:
         return AXES.get(self.y_name, "")
 
     @property
-    def losses(self) -> int:
-        """Points at which disaggregation does not pay."""
-        return sum(isinstance(line["gain"], float) and line["gain"] < 1.0 for line in self.lines)
+    def verdict(self) -> str:
+        """At how many points disaggregation pays, does not, or cannot be compared, in a line."""
+        gains = [line["gain"] for line in self.lines if isinstance(line["gain"], float)]
+        losses, open_points = sum(gain < 1.0 for gain in gains), len(self.lines) - len(gains)
+        parts = [f"pays at {len(gains) - losses} of {len(self.lines)} points", f"does not at {losses}"]
+        parts += [f"has nothing to compare at {open_points} (see the table)"] if open_points else []
+        return f"{self.lines[0]['view']} view: disaggregation {', '.join(parts)}"
 
 
 def region(

@@ -262,7 +262,11 @@ def test_region_holds_the_gain_of_every_point(small_region: Any, tmp_path: Path)
         ("128.0", "1.0"), ("128.0", "4000.0"), ("2048.0", "1.0"), ("2048.0", "4000.0")
     ]  # fmt: skip
     assert float(lines[2]["gain"]) == panel.gains[0][1]
-    assert small_region.losses == sum(float(line["gain"]) < 1.0 for line in lines)
+    losses = sum(float(line["gain"]) < 1.0 for line in lines)
+    told = f"disaggregation pays at {4 - losses} of 4 points, does not at {losses}"
+    assert small_region.verdict == f"native view: {told}"
+    no_plan = (*small_region.lines[:3], {**small_region.lines[3], "gain": None})
+    assert "has nothing to compare at 1 (see the table)" in replace(small_region, lines=no_plan).verdict
 
 
 def test_region_in_other_processes_is_the_same(small_region: Any) -> None:
@@ -302,5 +306,5 @@ def test_map_from_the_command_line(
     assert advise.main([*SMOKE, f"results_dir={tmp_path}", "transport=native", "seq=128,512"]) == 0
     out, err = capfd.readouterr()
     assert err == ""
-    assert "of 2 points (native view)" in out
+    assert "native view: disaggregation pays at " in out and " of 2 points, does not at " in out
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".csv", ".png"]
