@@ -10,7 +10,9 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar, cast
 
 Result = TypeVar("Result")
@@ -45,7 +47,9 @@ def in_order(
     global _work
     _work = work
     started, known = list(range(len(work)) if start is None else start), dict[int, Result]()
-    with multiprocessing.get_context("fork").Pool(wanted, initializer=_begin) as pool:  # leaving it ends the processes
+    with ExitStack() as leaving:  # which ends the processes
+        with _put_off(signal.SIGINT, signal.SIGTERM):
+            pool = leaving.enter_context(multiprocessing.get_context("fork").Pool(wanted, initializer=_begin))
         results = zip(started, pool.imap(_do, started), strict=True)
         for index in range(len(work)):
             while index not in known:
@@ -61,6 +65,23 @@ def _cores() -> int:
 
 def _methods() -> list[str]:
     return multiprocessing.get_all_start_methods()
+
+
+@contextmanager
+def _put_off(*numbers: signal.Signals) -> Iterator[None]:
+    """Keep signals for afterwards: what their handlers raise while a process forks is lost in other modules' hooks."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    kept = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    if came:
+        signal.raise_signal(came[0])
 
 
 def _begin() -> None:

@@ -252,6 +252,7 @@ def test_a_stopped_run_leaves_nothing(tmp_path: Path, number: signal.Signals) ->
         time.sleep(0.02)
     process.send_signal(number)
     process.communicate(timeout=60)
-    assert process.returncode == 128 + number
+    # CPython leaves by the signal itself where Ctrl-C met an exec(), as of a new dataclass: 130 to a shell.
+    assert process.returncode in (128 + number, *([-number] if number == signal.SIGINT else []))
     assert not results.exists()
     assert list(tmp_path.iterdir()) == []

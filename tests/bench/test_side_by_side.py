@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import side_by_side
 from bench.side_by_side import in_order
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,3 +71,17 @@ def test_what_ends_the_caller_ends_the_work(number: signal.Signals, tmp_path: Pa
     caller.send_signal(number)
     assert caller.wait(timeout=30) != 0
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+def test_a_signal_while_processes_start_is_put_off_not_lost() -> None:
+    reached: list[str] = []
+
+    def start() -> None:
+        with side_by_side._put_off(signal.SIGINT):
+            signal.raise_signal(signal.SIGINT)
+            reached.append("the end of the block")
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert reached == ["the end of the block"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
