@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.config import RunConfig
-from bench.evaluate import Row, cost_model
-from bench.sensitivity import label
+from bench.evaluate import Row, cost_model, label
 from bench.transports import MERGE_OF_TRANSPORT
 from disagmoe.plan.mixed_bound import mixed_bound
 from disagmoe.plan.resource_bound import Resources

@@ -16,8 +16,7 @@ from bench.crosscheck import Check
 from bench.cut import CutPlan
 from bench.emulated import cut_of_tuned, form_of, searched, times
 from bench.emulation import Ran, run_cut, without_overlap
-from bench.evaluate import Outcome, Row, problem_of, run_system
-from bench.executed import label
+from bench.evaluate import Outcome, Row, label, problem_of, run_system
 from bench.switches import PLUS, Switched
 from disagmoe.cost.model import CostModel
 from disagmoe.system import NotApplicable, Variant

@@ -9,12 +9,12 @@ one study fits. What cannot run at all, whatever its memory, does not count.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
 from baselines.registry import SHIPPED, get_system
-from bench.identity import ROOT, canonical, source_digest
+from bench import disk_cache
+from bench.identity import ROOT, source_digest
 from bench.simulated import Simulated
 from bench.transports import MERGE_OF_TRANSPORT
 from disagmoe.allocator.fitting import fits
@@ -25,7 +25,7 @@ from disagmoe.system import Problem, System
 
 SEQUENCES = (32768, 16384, 8192, 4096)
 """Lengths that must fit; the longest first, as it refuses most."""
-CACHE = ROOT / ".cache" / "depth"
+CACHE = disk_cache.CACHE / "depth"
 
 
 def common_depth(
@@ -55,12 +55,13 @@ def remembered(question: object, find: Callable[[], int], cache: Path | None = C
     """The answer to a question, found once."""
     if cache is None:
         return find()
-    kept = cache / hashlib.sha256(canonical(question).encode()).hexdigest()[:24]
-    if not kept.is_file():
-        depth = find()
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(str(depth))
-    return int(kept.read_text())
+    path = disk_cache.path_of(cache, question)
+    kept = disk_cache.read(path)
+    if isinstance(kept, int):
+        return kept
+    depth = find()
+    disk_cache.write(path, depth)
+    return depth
 
 
 def deepest(fine: Callable[[int], bool], most: int) -> int:

@@ -21,8 +21,8 @@ from bench.config import RunConfig
 from bench.cut import CutPlan, make_cut
 from bench.cut_sizes import MICROBATCHES, cut_layers
 from bench.emulation import DEFAULT_PROCESSES, Ran, run_cut
-from bench.evaluate import MEASURES, Outcome, Row, problem_of
-from bench.executed import COMPARED, failed, label, rates, refused
+from bench.evaluate import MEASURES, Outcome, Row, label, problem_of
+from bench.executed import COMPARED, failed, rates, refused
 from bench.machine import machine
 from bench.simulated import Simulated
 from disagmoe.allocator import Tuned

@@ -73,6 +73,11 @@ class Evaluation:
 Progress = Callable[[str], None]
 
 
+def label(row: Mapping[str, object]) -> str:
+    """Name of a row: its system, with the variant where there is one."""
+    return f"{row['system']} ({row['variant']})" if row["variant"] else str(row["system"])
+
+
 def evaluate(config: RunConfig, progress: Progress | None = None) -> Evaluation:
     """Run every system of a configuration in every view, side by side where there are cores for it."""
     report = progress or (lambda text: None)

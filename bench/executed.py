@@ -6,8 +6,6 @@ for, and which times are held against the simulation's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from bench.config import RunConfig
 from bench.evaluate import Outcome, Row, interrupted
 from disagmoe.allocator import Tuned
@@ -17,11 +15,6 @@ from disagmoe.specs.devices import device
 
 COMPARED = ("step_time_s", "compute_s", "exposed_comm_s", "bubble_s")
 """Times of a row that stand beside those of a simulation."""
-
-
-def label(row: Mapping[str, object]) -> str:
-    """Name of a row: its system, with the variant where there is one."""
-    return f"{row['system']} ({row['variant']})" if row["variant"] else str(row["system"])
 
 
 def rates(config: RunConfig, model: ModelSpec, tokens: int, step_s: float, gpus: int) -> Row:

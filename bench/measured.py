@@ -21,8 +21,8 @@ from typing import Any
 
 from bench.backends import Executed, Progress
 from bench.config import RunConfig
-from bench.evaluate import MEASURES, Outcome, Row
-from bench.executed import COMPARED, failed, label, rates, refused
+from bench.evaluate import MEASURES, Outcome, Row, label
+from bench.executed import COMPARED, failed, rates, refused
 from bench.implementations import Implementation, implementations, of_row
 from bench.implementations import notes as implementation_notes
 from bench.machine import machine

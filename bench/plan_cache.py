@@ -8,21 +8,18 @@ the plan is rebuilt, verified and simulated each time.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.identity import ROOT, canonical, plain, source_digest, system_digest
+from bench import disk_cache
+from bench.identity import ROOT, plain, source_digest, system_digest
 from disagmoe.allocator import PeakFunction, StepFunction, Trial, Tuned, tune
 from disagmoe.plan.plan import Plan
 from disagmoe.system import Problem, System
 
-CACHE = ROOT / ".cache" / "plans"
+CACHE = disk_cache.CACHE / "plans"
 
 
 def tuned(
@@ -38,18 +35,19 @@ def tuned(
     """As `disagmoe.allocator.tune`, from the cache where the same question was answered before."""
     if cache is None:
         return tune(system, problem, step, peak=peak, budget=budget, on_trial=on_trial)
-    path = cache / f"{_key(system, problem, budget)}.json"
+    path = disk_cache.path_of(cache, _question(system, problem, budget))
     kept = _read(path)
     if kept is not None:
         return _rebuild(system, problem, kept)
     found = tune(system, problem, step, peak=peak, budget=budget, on_trial=on_trial)
-    _write(path, found)
+    values = {key: plain(getattr(found, key)) for key in _KEPT if key != "trials"}
+    disk_cache.write(path, {**values, "trials": [plain(trial) for trial in found.trials]})
     return found
 
 
-def _key(system: System, problem: Problem, budget: int) -> str:
+def _question(system: System, problem: Problem, budget: int) -> dict[str, Any]:
     options: Any = system
-    question = {
+    return {
         "system": [type(system).__module__, type(system).__qualname__, asdict(options)],
         "model": problem.model,
         "cluster": problem.cluster,
@@ -59,15 +57,11 @@ def _key(system: System, problem: Problem, budget: int) -> str:
         "budget": budget,
         "sources": [source_digest(ROOT), system_digest(system.name)],
     }
-    return hashlib.sha256(canonical(question).encode()).hexdigest()[:24]
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     """The kept answer; None where there is none or it is not whole."""
-    try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    kept = disk_cache.read(path)
     return kept if isinstance(kept, dict) and set(kept) == set(_KEPT) else None
 
 
@@ -81,14 +75,3 @@ def _rebuild(system: System, problem: Problem, kept: dict[str, Any]) -> Tuned:
         plan = Plan(layout, system.program(problem, layout))
     trials = tuple(Trial(**trial) for trial in kept["trials"])
     return Tuned(kept["status"], kept["reason"], kept["candidate"], plan, kept["step_s"], kept["needed_gib"], trials)
-
-
-def _write(path: Path, found: Tuned) -> None:
-    """Keep an answer; a cache that cannot be written is no reason to fail a run."""
-    values = {key: plain(getattr(found, key)) for key in _KEPT if key != "trials"}
-    text = json.dumps({**values, "trials": [plain(trial) for trial in found.trials]}, allow_nan=False)
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)

@@ -16,7 +16,7 @@ from baselines.registry import REFERENCE, get_system
 from bench.axes import AXES, Axis
 from bench.comparison import OWN_SYSTEM
 from bench.config import RunConfig
-from bench.evaluate import Known, Row
+from bench.evaluate import Known, Row, label
 from bench.points import Answer, Task, answers, asked
 from bench.study import Setting
 from disagmoe.specs import ModelSpec, load_model
@@ -214,8 +214,3 @@ def remarks(standings: Mapping[Place, Standing]) -> list[str]:
     if factors["compute"] != 1.0 or factors["comm"] != 1.0:
         return []
     return [f"{OWN_SYSTEM} on {own['transport']} has no contention to scale: that axis changes the other systems only"]
-
-
-def label(row: Row) -> str:
-    """Name of a row."""
-    return f"{row['system']} ({row['variant']})" if row["variant"] else str(row["system"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from bench.ablation_points import SEPARATE, SHARED
+from bench.ablation_points import APART, SEPARATE, SHARED, TOGETHER
 from bench.report.ablation_cells import (
     ALL,
     NEAR,
@@ -26,8 +26,6 @@ from bench.report.columns import DASH
 from bench.report.facts import ORIGIN, finite
 from bench.report.grid import Grid
 from bench.report.text import length, seconds, times
-
-APART = "apart"
 
 
 def run_sentence(record: Record) -> str:
@@ -145,7 +143,7 @@ def mix_sentence(record: Record) -> str:
     for place in places(record):
         for found in by_cell(record, place, "bound").values():
             count += 1
-            pure = min(float(found[name]["step_s"]) for name in ("together", APART) if name in found)
+            pure = min(float(found[name]["step_s"]) for name in (TOGETHER, APART) if name in found)
             for name in most:
                 most[name] = max(most[name], pure / float(found[name]["step_s"]) - 1.0)
     return (
